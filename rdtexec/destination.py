@@ -1,0 +1,129 @@
+"""The destination: a live model's parameters, held to the geometry that the plan was compiled for."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+import torch
+
+from rdtplan.errors import PlanMismatch
+from rdtplan.ir.digests import geometry_digest, geometry_rows
+from rdtplan.ir.plan import Program
+from rdtplan.ir.regions import Region, refine
+from rdtplan.trace.watch import Watched
+from rdtexec.plans import chunk_scatters
+
+_COLUMNS = ("name", "kind", "dtype", "shape", "stride", "aliases")
+
+
+class Destination:
+    """`tensors[k]` is the live tensor of the program's k-th parameter.
+
+    PlanMismatch RDT501 when the model's geometry differs, naming the first field that does with both values.
+    """
+
+    def __init__(self, model: torch.nn.Module, program: Program) -> None:
+        watched = Watched(model)
+        wanted = set(program.parameters.names)
+        touched = {k for k, name in enumerate(watched.names) if name in wanted}
+        live, _, index = watched.table(touched)
+        if geometry_digest(live) != program.geometry_digest:
+            _name_difference(geometry_rows(program.parameters), geometry_rows(live))
+        rows = {column: row for row, column in index.items()}
+        self.tensors = [watched.tensors[rows[k]].data for k in range(len(live))]
+        self.program = program
+        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+
+    def view(self, parameter: int, region: int) -> torch.Tensor:
+        """The destination of a scatter, as a view of the live tensor."""
+        key = (parameter, region)
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = strided(self.tensors[parameter], self.program.regions[region])
+        return found
+
+    def fill(self, module: int | None) -> None:
+        """Write the constants of one leaf module (None: of modules that no chunk touches)."""
+        fills = self.program.fills
+        for parameter, region, value in zip(fills.parameters, fills.regions, fills.values, strict=True):
+            if self._module_of_fill(parameter) == module:
+                self.view(parameter, region).fill_(value)
+
+    def _module_of_fill(self, parameter: int) -> int | None:
+        module = self.program.parameters.modules[parameter]
+        return module if module in self.program.lifetimes.module else None
+
+    def pairs_from_packed(self, chunk: int, packed: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(destination views, source views) of one chunk out of its packed bytes (flat uint8)."""
+        program = self.program
+        slices: dict[int, torch.Tensor] = {}
+        dests: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for s in chunk_scatters(program, chunk):
+            key = program.scatters.key[s]
+            if key not in slices:
+                slices[key] = packed_slice(program, key, packed)
+            dest = self.view(program.scatters.parameter[s], program.scatters.region[s])
+            dests.append(dest)
+            sources.append(slices[key].view(dest.shape))
+        return dests, sources
+
+    def pairs_from_sources(
+        self, chunk: int, full: dict[int, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(destination views, source views) of one chunk straight out of full source tensors, by manifest index."""
+        program = self.program
+        dests: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for s in chunk_scatters(program, chunk):
+            key = program.scatters.key[s]
+            parameter = program.scatters.parameter[s]
+            source = typed(full[program.keys.source[key]], program.dtype_table[program.keys.dtype[key]])
+            a = program.regions[program.keys.region[key]]
+            b = program.regions[program.scatters.region[s]]
+            shape, stride_a, stride_b = refine(a, b)
+            sources.append(strided(source, Region(shape, stride_a, a.offset)))
+            dests.append(strided(self.tensors[parameter], Region(shape, stride_b, b.offset)))
+        return dests, sources
+
+
+def strided(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """A region of a tensor; offsets count from the tensor's own first element."""
+    return tensor.as_strided(region.shape, region.stride, region.offset + tensor.storage_offset())
+
+
+def typed(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A contiguous full tensor as a flat tensor of `dtype` (the plan may read it under another element type)."""
+    flat = tensor.reshape(-1)
+    wanted = getattr(torch, dtype)
+    return flat if flat.dtype == wanted else flat.view(wanted)
+
+
+def packed_slice(program: Program, key: int, packed: torch.Tensor) -> torch.Tensor:
+    """One FetchKey's slice of a packed chunk, flat and typed."""
+    dtype = getattr(torch, program.dtype_table[program.keys.dtype[key]])
+    nbytes = program.regions[program.keys.region[key]].numel * dtype.itemsize
+    offset = program.keys.offset[key]
+    return packed[offset : offset + nbytes].view(dtype)
+
+
+def _name_difference(planned: list[list[object]], live: list[list[object]]) -> None:
+    names = {row[0]: row for row in live}
+    for row, at_same_place in zip_longest(planned, live):
+        if row is None:
+            extra = at_same_place[0] if at_same_place else None
+            raise _mismatch(f"parameter {extra!r}: the plan does not know it, the model has it")
+        actual = names.get(row[0])
+        if actual is None:
+            raise _mismatch(f"parameter {row[0]!r}: the plan writes it, the model does not have it")
+        for column, a, b in zip(_COLUMNS, row, actual, strict=True):
+            if a != b:
+                raise _mismatch(f"parameter {row[0]!r}: {column}: plan {a}, model {b}")
+    raise _mismatch("the parameters are the same, but the model lists them in another order")
+
+
+def _mismatch(what: str) -> PlanMismatch:
+    return PlanMismatch(
+        what, fix="compile the plan with the config, vLLM version and engine arguments that this worker runs", code="RDT501"
+    )

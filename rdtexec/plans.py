@@ -1,0 +1,175 @@
+"""Plans as the runtime holds them: one worker's or one trainer rank's part, verified, with nothing of the others.
+
+Loading refuses a plan that is damaged (PlanFormatError), impossible (PlanError), or meant for another place (PlanMismatch).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from attrs import frozen
+
+from rdtplan.errors import PlanMismatch
+from rdtplan.inputs.manifests import from_weight_source
+from rdtplan.ir.file import PlanFile
+from rdtplan.ir.manifest import Ints, Manifest, SourceTensor
+from rdtplan.ir.plan import ConsumerPlan, GatherGroup, ProducerPlan, Program
+from rdtplan.ir.topology import InferenceTopology, Ownership, Position, TransferSettings
+from rdtplan.verify.findings import Finding, refuse
+from rdtplan.verify.structure import check_manifest, check_program, check_routing, check_worker
+
+
+@frozen
+class WorkerPlan:
+    """What one consumer needs to execute its plan."""
+
+    digest: str
+    """The fleet digest: both ends of every connection must have the same."""
+    consumer: ConsumerPlan
+    manifest: Manifest
+    ownership: Ownership
+    groups: tuple[GatherGroup, ...]
+    topology: InferenceTopology
+    settings: TransferSettings
+    slot_nbytes: int
+    """Bytes of one receive slot."""
+
+    @property
+    def owners_of_group(self) -> tuple[Ints, ...]:
+        """Trainer ranks that own part of each gather group, ascending."""
+        return owners_of_groups(self.ownership, self.groups)
+
+    def chunk_label(self, chunk: int) -> str:
+        """A chunk in words, for errors and logs."""
+        chunks = self.consumer.program.chunks
+        group = self.groups[chunks.group[chunk]]
+        return f"chunk {chunk} (group {group.label}, {chunks.nbytes[chunk]:,} bytes)"
+
+
+@frozen
+class TrainerPlan:
+    """What one producer needs: its own part, and the programs of the consumers it serves."""
+
+    digest: str
+    producer: ProducerPlan
+    consumers: dict[int, ConsumerPlan]
+    """By consumer id; those this rank serves."""
+    consumer_ids: Ints
+    """Every consumer of the fleet: all of them signal."""
+    manifest: Manifest
+    ownership: Ownership
+    groups: tuple[GatherGroup, ...]
+    settings: TransferSettings
+
+    def own_names(self, group: int) -> list[int]:
+        """Manifest indices of the names of `group` that this rank owns, in plan order."""
+        g = self.groups[group]
+        rank = self.producer.rank
+        return [k for k in range(g.first, g.first + g.count) if rank in self.ownership.owners(k)]
+
+
+def owners_of_groups(ownership: Ownership, groups: tuple[GatherGroup, ...]) -> tuple[Ints, ...]:
+    """Union of the owner sets of every group."""
+    found: list[Ints] = []
+    for g in groups:
+        classes = {ownership.class_of[k] for k in range(g.first, g.first + g.count)}
+        found.append(tuple(sorted({r for c in classes for r in ownership.classes[c]})))
+    return tuple(found)
+
+
+def load_worker(
+    path: str | os.PathLike[str], consumer_id: int, *, position: Position | None = None, replica: int | None = None
+) -> WorkerPlan:
+    """Load and verify one worker's plan. `position` and `replica` are where the worker really stands, when it knows."""
+    with PlanFile(path) as file:
+        consumer = file.consumer(consumer_id)
+        for name, planned, actual in (("position", consumer.position, position), ("replica", consumer.replica, replica)):
+            if actual is not None and planned != actual:
+                raise PlanMismatch(
+                    f"plan {file.path} gives consumer {consumer_id} the {name} {planned}, this worker has {actual}",
+                    fix="compile for the layout that runs, or start the worker with the rank the plan was made for",
+                    code="RDT502",
+                )
+        manifest, ownership, groups = file.field("manifest"), file.field("ownership"), file.field("groups")
+        findings: list[Finding] = check_manifest(manifest)
+        refuse(findings or check_worker(consumer, manifest, ownership, groups))
+        return WorkerPlan(
+            digest=file.digest,
+            consumer=consumer,
+            manifest=manifest,
+            ownership=ownership,
+            groups=groups,
+            topology=file.field("topology"),
+            settings=file.field("settings"),
+            slot_nbytes=file.field("memory").receive_slot_nbytes,
+        )
+
+
+def load_trainer(path: str | os.PathLike[str], rank: int) -> TrainerPlan:
+    """Load and verify one trainer rank's plan."""
+    with PlanFile(path) as file:
+        producer = file.producer(rank)
+        manifest, ownership, groups = file.field("manifest"), file.field("ownership"), file.field("groups")
+        findings: list[Finding] = check_manifest(manifest)
+        consumers: dict[int, ConsumerPlan] = {}
+        seen: set[int] = set()
+        for serving in producer.servings:
+            consumer = file.consumer(serving.consumer_id)
+            consumers[serving.consumer_id] = consumer
+            if id(consumer.program) not in seen:
+                seen.add(id(consumer.program))
+                where = f"consumers[{serving.consumer_id}].program"
+                findings += check_program(consumer.program, manifest, len(groups), len(ownership.classes), where)
+            if not findings:
+                where = f"consumers[{serving.consumer_id}]"
+                findings += check_routing(consumer.program, consumer.routing, manifest, ownership, where)
+                mine = tuple(c for c, p in enumerate(consumer.routing.producer) if p == rank)
+                if mine != serving.chunks:
+                    findings.append(Finding("RDT330", f"producers[{rank}].servings differ from {where}.routing", (where,)))
+        refuse(findings)
+        return TrainerPlan(
+            digest=file.digest,
+            producer=producer,
+            consumers=consumers,
+            consumer_ids=tuple(range(file.field("topology").workers)),
+            manifest=manifest,
+            ownership=ownership,
+            groups=groups,
+            settings=file.field("settings"),
+        )
+
+
+def check_live_manifest(plan: TrainerPlan, source: Any) -> None:
+    """Compare the plan's manifest with what a WeightSource declares; PlanMismatch RDT503 names the first difference.
+
+    Order does not matter: the trainer gathers in plan order.
+    """
+    live: dict[str, SourceTensor] = {e.name: e for e in from_weight_source(source)}
+    for k, name in enumerate(plan.manifest.names):
+        entry = live.pop(name, None)
+        planned = (plan.manifest.dtype(k), plan.manifest.shape(k))
+        actual = None if entry is None else (entry.dtype, entry.shape)
+        if actual != planned:
+            found = "the trainer does not have it" if entry is None else f"trainer {entry.dtype} {entry.shape}"
+            raise PlanMismatch(
+                f"source name {name!r}: plan {planned[0]} {planned[1]}, {found}",
+                fix="compile the plan from this trainer's manifest",
+                code="RDT503",
+            )
+    if live:
+        raise PlanMismatch(
+            f"the trainer declares {next(iter(live))!r} and {len(live) - 1} more names that the plan does not know",
+            fix="compile the plan from this trainer's manifest",
+            code="RDT503",
+        )
+
+
+def chunk_keys(program: Program, chunk: int) -> range:
+    """Indices into `program.keys` of one chunk."""
+    return range(program.chunks.key_end[chunk - 1] if chunk else 0, program.chunks.key_end[chunk])
+
+
+def chunk_scatters(program: Program, chunk: int) -> range:
+    """Indices into `program.scatters` of one chunk."""
+    return range(program.chunks.scatter_end[chunk - 1] if chunk else 0, program.chunks.scatter_end[chunk])

@@ -1,0 +1,74 @@
+"""The receive pool: slots that pulls land in, and the handshake that keeps a slot from being overwritten too early.
+
+Invariant: a slot is reused only after (1) as many scatters have been done out of it as were queued, and (2) the read-done
+event recorded for the last use has completed. `queue` is called by the scheduler's thread before the scatter is handed on,
+`publish` by the scatter thread when it has recorded the event, in `finally`, so that a failed scatter frees its slot too.
+Both counters only grow and are read under one condition, so neither a late nor an early reader can see a slot free while a
+scatter still reads it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from rdtplan.errors import TransferError
+
+
+class Slot:
+    """One receive buffer: `buffer` is a flat uint8 tensor."""
+
+    def __init__(self, buffer: torch.Tensor, changed: threading.Condition) -> None:
+        self.buffer = buffer
+        self._changed = changed
+        self._queued = 0
+        self._done = 0
+        self._read_done: Any = None
+
+    def queue(self) -> None:
+        """One more scatter will read this slot."""
+        with self._changed:
+            self._queued += 1
+
+    def publish(self, read_done: Any) -> None:
+        """A scatter has issued its last read; `read_done` is the event that completes with it, None on CPU."""
+        with self._changed:
+            self._done += 1
+            self._read_done = read_done
+            self._changed.notify_all()
+
+    def free(self) -> bool:
+        """May the slot be overwritten now?"""
+        with self._changed:
+            if self._done != self._queued:
+                return False
+            return self._read_done is None or bool(self._read_done.query())
+
+
+class ReceivePool:
+    """`lanes * slots_per_lane` slots of exactly `slot_nbytes` bytes each, in one allocation on `device`."""
+
+    def __init__(self, lanes: int, slots_per_lane: int, slot_nbytes: int, device: torch.device) -> None:
+        """TransferError RDT610 with the exact bytes asked for when the memory is not there."""
+        nbytes = lanes * slots_per_lane * slot_nbytes
+        try:
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except (RuntimeError, MemoryError) as error:
+            raise TransferError(
+                f"the receive pool does not fit: {nbytes:,} bytes on {device} for {lanes} lanes of {slots_per_lane} slots of "
+                f"{slot_nbytes:,} bytes: {str(error).splitlines()[0][:160]}",
+                fix="compile with a smaller --max-chunk-mb, or lower num_rdt_buffers or stages_in_flight",
+                code="RDT610",
+            ) from None
+        self.changed = threading.Condition()
+        """Notified whenever a slot may have become free."""
+        self.slot_nbytes = slot_nbytes
+        self.slots = [
+            [
+                Slot(self.memory[i * slot_nbytes : (i + 1) * slot_nbytes], self.changed)
+                for i in range(lane * slots_per_lane, (lane + 1) * slots_per_lane)
+            ]
+            for lane in range(lanes)
+        ]

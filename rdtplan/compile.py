@@ -1,0 +1,219 @@
+"""Compile a fleet plan: inputs, dry run, passes, verification, and the sealed result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from attrs import frozen
+
+from rdtplan import __version__
+from rdtplan.errors import InputError
+from rdtplan.inputs.owners import OwnerRule, resolve_owners
+from rdtplan.ir.digests import geometry_digest, manifest_digest, ownership_digest, pair_digests
+from rdtplan.ir.manifest import Ints, Manifest, SourceTensor, build_manifest
+from rdtplan.ir.plan import (
+    Compiler,
+    ConsumerPlan,
+    FleetPlan,
+    ModelIdentity,
+    Overview,
+    Program,
+    Routing,
+    Waiver,
+)
+from rdtplan.ir.topology import InferenceTopology, TransferSettings, positions
+from rdtplan.ir.traces import RankTrace
+from rdtplan.passes import run_passes
+from rdtplan.passes.draft import Draft, ProgramDraft
+from rdtplan.verify import refuse, verify_fleet
+
+
+@frozen
+class Fleet:
+    """Everything about the two fleets that is not the model: the compiler's second input."""
+
+    topology: InferenceTopology = InferenceTopology()
+    trainer_ranks: int = 1
+    owner_rules: tuple[OwnerRule, ...] | None = None
+    settings: TransferSettings = TransferSettings()
+    target: str = "cpu"
+    waivers: tuple[Waiver, ...] = ()
+
+
+Progress = Callable[[str, int, int], None]
+"""(stage, done, total)."""
+
+
+def compile_plan(
+    config_dir: str | os.PathLike[str],
+    entries: Sequence[SourceTensor],
+    fleet: Fleet,
+    *,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> FleetPlan:
+    """Compile the plan of a whole fleet from a Hugging Face config directory and the trainer's manifest.
+
+    Needs vLLM and torch, no GPU. Raises InputError, TraceError or PlanError; a plan that is returned is complete.
+    """
+    import torch
+
+    from rdtplan.trace.dry_run import TraceRequest, trace_fleet
+
+    _check_fleet_input(fleet)
+    manifest = build_manifest(entries)
+    owners = resolve_owners(list(entries), fleet.owner_rules, fleet.trainer_ranks)
+    request = TraceRequest(str(config_dir), manifest, fleet.topology, dtype, quantization)
+    report = None if progress is None else (lambda done, total: progress("tracing worker ranks", done, total))
+    traces, trace_of, model = trace_fleet(request, jobs=jobs, progress=report)
+    import vllm
+
+    compiler = Compiler(__version__, vllm.__version__, torch.__version__.split("+")[0], fleet.target)
+    return assemble(manifest, owners, traces, trace_of, fleet, model, compiler, progress)
+
+
+def _check_fleet_input(fleet: Fleet) -> None:
+    """All wrong settings at once."""
+    t, s = fleet.topology, fleet.settings
+    wrong = [
+        f"{name} must be {least} or more, is {value}"
+        for name, value, least in (
+            ("tp", t.tensor_parallel, 1),
+            ("pp", t.pipeline_parallel, 1),
+            ("dp", t.data_parallel, 1),
+            ("replicas", t.replicas, 1),
+            ("trainer-ranks", fleet.trainer_ranks, 1),
+            ("num_rdt_buffers", s.num_rdt_buffers, 1),
+            ("stages_in_flight", s.stages_in_flight, 1),
+            ("gather_lookahead", s.gather_lookahead, 0),
+            ("buffer_presize_gb", s.buffer_presize_gb, 0),
+            ("max_chunk_bytes", s.max_chunk_bytes, 0),
+        )
+        if value < least
+    ]
+    if s.staging_device not in ("gpu", "host"):
+        wrong.append(f"staging_device must be gpu or host, is {s.staging_device!r}")
+    if fleet.target != "cpu":
+        wrong.append(f"target must be cpu (this version compiles for no other), is {fleet.target!r}")
+    if wrong:
+        raise InputError("; ".join(wrong), code="RDT108")
+
+
+def assemble(
+    manifest: Manifest,
+    owners: tuple[Ints, ...],
+    traces: Sequence[RankTrace],
+    trace_of: Ints,
+    fleet: Fleet,
+    model: ModelIdentity,
+    compiler: Compiler,
+    progress: Progress | None = None,
+) -> FleetPlan:
+    """Run the passes over finished traces, verify the result and return the plan. Needs no torch. PlanError if incomplete.
+
+    `trace_of` maps a worker index of one replica to its trace.
+    """
+    note = progress or (lambda *_: None)
+    note("planning", 0, 2)
+    draft = run_passes(
+        Draft(
+            manifest=manifest,
+            owners=owners,
+            trainer_ranks=fleet.trainer_ranks,
+            topology=fleet.topology,
+            settings=fleet.settings,
+            programs=tuple(ProgramDraft(t) for t in traces),
+            program_of=trace_of,
+        )
+    )
+    note("planning", 1, 2)
+    plan = _seal(draft, fleet, model, compiler)
+    refuse(verify_fleet(plan), fleet.waivers)
+    note("planning", 2, 2)
+    return plan
+
+
+def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
+    from fnmatch import fnmatchcase
+
+    trace = draft.trace
+    assert draft.keys and draft.scatters and draft.chunks and draft.lifetimes
+    touched = {*trace.fetches.parameters, *trace.fills.parameters}
+    kept = tuple(
+        name
+        for k, name in enumerate(trace.parameters.names)
+        if k not in touched and any(w.code == "RDT310" and fnmatchcase(name, w.pattern) for w in waivers)
+    )
+    return Program(
+        position=trace.position,
+        geometry_digest=geometry_digest(trace.parameters),
+        dtype_table=trace.dtype_table,
+        loaders=trace.loaders,
+        chains=trace.chains,
+        untouched=(*kept, *trace.untouched),
+        parameters=trace.parameters,
+        regions=trace.regions,
+        keys=draft.keys,
+        scatters=draft.scatters,
+        chunks=draft.chunks,
+        fills=trace.fills,
+        lifetimes=draft.lifetimes,
+        free_after=draft.free_after,
+    )
+
+
+def _seal(draft: Draft, fleet: Fleet, model: ModelIdentity, compiler: Compiler) -> FleetPlan:
+    assert draft.ownership is not None and draft.memory is not None
+    topology = draft.topology
+    programs = [_program(p, fleet.waivers) for p in draft.programs]
+    routings = [
+        Routing(r.producer, r.seq, pair_digests(draft.manifest, programs[p], r.producer))
+        for r, p in zip(draft.routes, draft.program_of, strict=True)
+    ]
+    consumers = tuple(
+        ConsumerPlan(
+            replica * topology.workers_per_replica + w, replica, position, programs[draft.program_of[w]], routings[w]
+        )
+        for replica in range(topology.replicas)
+        for w, position in enumerate(positions(topology))
+    )
+    return FleetPlan(
+        compiler=compiler,
+        model=model,
+        topology=topology,
+        settings=draft.settings,
+        overview=_overview(draft, consumers),
+        memory=draft.memory,
+        notes=draft.notes,
+        waivers=fleet.waivers,
+        manifest_digest=manifest_digest(draft.manifest),
+        ownership_digest=ownership_digest(draft.ownership),
+        manifest=draft.manifest,
+        ownership=draft.ownership,
+        groups=draft.groups,
+        consumers=consumers,
+        producers=draft.producers,
+    )
+
+
+def _overview(draft: Draft, consumers: tuple[ConsumerPlan, ...]) -> Overview:
+    served = [0] * draft.trainer_ranks
+    pulls = [0] * draft.trainer_ranks
+    for c in consumers:
+        for producer, nbytes in zip(c.routing.producer, c.program.chunks.nbytes, strict=True):
+            served[producer] += nbytes
+            pulls[producer] += 1
+    return Overview(
+        source_names=len(draft.manifest),
+        manifest_nbytes=sum(g.nbytes for g in draft.groups),
+        pulled_nbytes=tuple(sum(c.program.chunks.nbytes) for c in consumers),
+        pulls=tuple(len(c.program.chunks) for c in consumers),
+        scatters=tuple(len(c.program.scatters) for c in consumers),
+        streams=tuple(len(set(c.program.chunks.stream)) for c in consumers),
+        parameters=tuple(len(c.program.parameters) for c in consumers),
+        served_nbytes=tuple(served),
+        served_pulls=tuple(pulls),
+    )

@@ -1,0 +1,204 @@
+"""Manifests, from whatever the user has: safetensors headers, a JSON list, a trainer's WeightSource.
+
+No tensor data is read: a safetensors file begins with the length of its header and the header itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rdtplan.errors import InputError
+from rdtplan.ir.dtypes import SAFETENSORS
+from rdtplan.ir.manifest import SourceTensor
+
+MAX_HEADER_NBYTES = 100 << 20
+"""The limit that the safetensors format itself sets."""
+
+
+def read_manifest(path: str | os.PathLike[str]) -> list[SourceTensor]:
+    """Entries from a JSON manifest, a safetensors file, an index, or a checkpoint directory.
+
+    InputError (RDT103 to RDT105) when nothing of the kind is there or it is malformed.
+    """
+    source = Path(path)
+    if source.is_dir():
+        return from_checkpoint(source)
+    if not source.exists():
+        raise InputError(
+            f"manifest {source} does not exist",
+            fix="name a checkpoint directory or a file that `rdtplan manifest` wrote",
+            code="RDT103",
+        )
+    if source.suffix == ".safetensors":
+        return from_safetensors(source)
+    if source.name.endswith(".safetensors.index.json"):
+        return _from_index(source)
+    return from_json(source)
+
+
+def from_checkpoint(directory: Path) -> list[SourceTensor]:
+    """Every tensor of a checkpoint directory: through its index where there is one, else all its files in name order."""
+    indices = sorted(directory.glob("*.safetensors.index.json"))
+    if indices:
+        return _from_index(indices[0])
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise InputError(
+            f"no safetensors file in {directory}",
+            fix="name a checkpoint directory, or a JSON manifest",
+            code="RDT103",
+        )
+    return _natural_order([entry for file in files for entry in from_safetensors(file)])
+
+
+def _from_index(index: Path) -> list[SourceTensor]:
+    data = _load_json(index)
+    weight_map = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(weight_map, dict):
+        raise InputError(f"{index} has no 'weight_map' object", code="RDT104")
+    entries = {e.name: e for file in sorted(set(weight_map.values())) for e in from_safetensors(index.parent / file)}
+    for name, file in weight_map.items():
+        if name not in entries:
+            raise InputError(
+                f"{index} places {name!r} in {file}, whose header does not have it",
+                fix="the index and its files are of different checkpoints; download them again",
+                code="RDT104",
+            )
+    return _natural_order([entries[name] for name in weight_map])
+
+
+def _natural_order(entries: list[SourceTensor]) -> list[SourceTensor]:
+    """Checkpoint order with each layer's names together and layers ascending; headers are sorted as text (10 before 2)."""
+    from rdtplan.passes.group_names import group_key
+
+    first_seen: dict[Any, int] = {}
+    keys = [group_key(e.name) for e in entries]
+    for i, key in enumerate(keys):
+        if key is not None:
+            first_seen.setdefault(key[0], i)
+    indexed_from = min(first_seen.values(), default=0)
+
+    def rank(i: int) -> tuple[int, int, int, int]:
+        key = keys[i]
+        if key is None:
+            return (0 if i < indexed_from or _comes_first(entries[i].name) else 2, 0, 0, i)
+        return (1, first_seen[key[0]], key[1], i)
+
+    return [entries[i] for i in sorted(range(len(entries)), key=rank)]
+
+
+def _comes_first(name: str) -> bool:
+    """Embeddings precede the layers wherever a sorted header puts them."""
+    return "embed" in name or name.rpartition(".")[0].endswith(("wte", "wpe"))
+
+
+def from_safetensors(path: str | os.PathLike[str]) -> list[SourceTensor]:
+    """Entries of one safetensors file, in the order of their data, from its header alone."""
+    try:
+        with open(path, "rb") as file:
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise InputError(f"{path} is truncated: {len(prefix)} bytes, a header needs 8", code="RDT104")
+            (length,) = struct.unpack("<Q", prefix)
+            size = os.fstat(file.fileno()).st_size
+            if length > MAX_HEADER_NBYTES or length + 8 > size:
+                raise InputError(
+                    f"{path} is no safetensors file: its header claims {length:,} bytes, the file has {size:,}",
+                    code="RDT104",
+                )
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}", code="RDT103") from None
+    except ValueError as error:
+        raise InputError(f"{path}: the header is not JSON: {error}", code="RDT104") from None
+    entries: list[tuple[int, SourceTensor]] = []
+    for name, info in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape = SAFETENSORS[info["dtype"]], tuple(int(n) for n in info["shape"])
+            begin, end = info["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path}: header entry {name!r} is malformed: {error!r}", code="RDT104") from None
+        if end + length + 8 > size:
+            raise InputError(
+                f"{path} is truncated: {name!r} ends at byte {end + length + 8:,}, the file has {size:,}", code="RDT104"
+            )
+        entries.append((begin, SourceTensor(name, dtype, shape)))
+    return [entry for _, entry in sorted(entries, key=lambda e: e[0])]
+
+
+def _load_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}", code="RDT103") from None
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}", code="RDT104") from None
+
+
+def from_json(path: str | os.PathLike[str]) -> list[SourceTensor]:
+    """Entries of a JSON manifest: an array of `[name, dtype, shape]` or of objects with these keys and optional `owners`."""
+    data = _load_json(Path(path))
+    if not isinstance(data, list):
+        raise InputError(
+            f"{path}: expected an array of [name, dtype, shape], found {type(data).__name__}", code="RDT104"
+        )
+    return [_json_entry(item, f"{path}: entry {i}") for i, item in enumerate(data)]
+
+
+def _json_entry(item: Any, where: str) -> SourceTensor:
+    owners = None
+    if isinstance(item, dict):
+        missing = [k for k in ("name", "dtype", "shape") if k not in item]
+        if missing:
+            raise InputError(f"{where} lacks {missing[0]!r}", code="RDT104")
+        name, dtype, shape, owners = item["name"], item["dtype"], item["shape"], item.get("owners")
+    elif isinstance(item, list) and len(item) == 3:
+        name, dtype, shape = item
+    else:
+        raise InputError(f"{where} is neither [name, dtype, shape] nor an object: {str(item)[:80]}", code="RDT104")
+    if not isinstance(name, str) or not name:
+        raise InputError(f"{where}: name: expected a string, found {name!r}", code="RDT104")
+    if not isinstance(dtype, str):
+        raise InputError(f"{where} ({name}): dtype: expected a string, found {dtype!r}", code="RDT104")
+    if not isinstance(shape, list) or not all(type(n) is int for n in shape):
+        raise InputError(f"{where} ({name}): shape: expected an array of ints, found {shape!r}", code="RDT104")
+    if owners is not None and not (isinstance(owners, list) and all(type(r) is int for r in owners)):
+        raise InputError(f"{where} ({name}): owners: expected an array of ranks, found {owners!r}", code="RDT104")
+    dtype = SAFETENSORS.get(dtype, dtype.removeprefix("torch."))
+    return SourceTensor(name, dtype, tuple(shape), None if owners is None else tuple(sorted(set(owners))))
+
+
+def from_weight_source(source: Any) -> list[SourceTensor]:
+    """Entries of a live trainer's WeightSource, vLLM 0.32 (`metadata()`) and 0.33 (`metadata` property, owners) alike."""
+    metadata: Any = source.metadata
+    rows: Iterable[Any] = metadata() if callable(metadata) else metadata
+    entries: list[SourceTensor] = []
+    for row in rows:
+        owners = getattr(row, "owners", None)
+        entries.append(
+            SourceTensor(
+                row.name,
+                str(row.dtype).removeprefix("torch."),
+                tuple(int(n) for n in row.shape),
+                None if owners is None else tuple(sorted(set(owners))),
+            )
+        )
+    return entries
+
+
+def to_json(entries: Iterable[SourceTensor]) -> bytes:
+    """The JSON manifest of `entries`, one line each."""
+    lines = []
+    for e in entries:
+        row: Any = [e.name, e.dtype, list(e.shape)]
+        if e.owners is not None:
+            row = {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "owners": list(e.owners)}
+        lines.append(json.dumps(row))
+    return ("[\n" + ",\n".join(lines) + "\n]\n").encode()

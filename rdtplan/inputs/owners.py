@@ -1,0 +1,121 @@
+"""The owners file: which trainer ranks hold which names, as patterns.
+
+TOML. Each rule maps a shell pattern over source names to ranks; the first rule that matches a name wins:
+
+    [[own]]
+    names = "model.layers.[0-3].*"     # * matches anything, dots included
+    ranks = [0, 1]
+
+    [[own]]
+    layers = "4-7"                     # layer indices (the outermost index of a name), ranges and lists
+    ranks = [2, 3]
+
+    [[own]]
+    names = ["model.embed_tokens.*", "lm_head.*", "model.norm.*"]
+    ranks = "all"
+
+A rule with both `names` and `layers` needs both to match. Without an owners file every rank owns everything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from fnmatch import translate
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from rdtplan.errors import InputError
+from rdtplan.ir.manifest import Ints, SourceTensor
+from rdtplan.passes.group_names import group_key
+
+
+@frozen
+class OwnerRule:
+    """One `[[own]]` table."""
+
+    patterns: tuple[re.Pattern[str], ...]
+    """Empty: any name."""
+    layers: frozenset[int] | None
+    ranks: Ints
+
+    def matches(self, name: str) -> bool:
+        if self.layers is not None:
+            key = group_key(name)
+            if key is None or key[1] not in self.layers:
+                return False
+        return not self.patterns or any(p.match(name) for p in self.patterns)
+
+
+def read_owner_rules(path: str | os.PathLike[str], trainer_ranks: int) -> tuple[OwnerRule, ...]:
+    """Parse an owners file; InputError RDT107 names the rule and key that is wrong."""
+    try:
+        data = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise InputError(f"owners file {path} cannot be read: {error.strerror}", code="RDT107") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"owners file {path} is not TOML: {error}", code="RDT107") from None
+    tables = data.get("own")
+    if not isinstance(tables, list) or not tables or set(data) != {"own"}:
+        raise InputError(
+            f"owners file {path}: expected only [[own]] tables, found {', '.join(sorted(data)) or 'nothing'}",
+            fix="write one [[own]] table a rule, with `ranks` and `names` or `layers`",
+            code="RDT107",
+        )
+    return tuple(_rule(table, f"{path}: [[own]] number {i + 1}", trainer_ranks) for i, table in enumerate(tables))
+
+
+def _rule(table: Any, where: str, trainer_ranks: int) -> OwnerRule:
+    unknown = sorted(set(table) - {"names", "layers", "ranks"})
+    if unknown:
+        raise InputError(f"{where}: unknown key {unknown[0]!r}; keys are names, layers, ranks", code="RDT107")
+    names = table.get("names", [])
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise InputError(f"{where}: names: expected a pattern or a list of patterns, found {names!r}", code="RDT107")
+    ranks = table.get("ranks")
+    if ranks == "all":
+        ranks = list(range(trainer_ranks))
+    if not isinstance(ranks, list) or not ranks or not all(type(r) is int for r in ranks):
+        raise InputError(f"{where}: ranks: expected a list of ranks or \"all\", found {ranks!r}", code="RDT107")
+    outside = [r for r in ranks if not 0 <= r < trainer_ranks]
+    if outside:
+        raise InputError(
+            f"{where}: rank {outside[0]} does not exist, the trainer has ranks 0 to {trainer_ranks - 1}", code="RDT107"
+        )
+    layers = _layers(table["layers"], where) if "layers" in table else None
+    if not names and layers is None:
+        raise InputError(f"{where}: it matches nothing; give names or layers", code="RDT107")
+    return OwnerRule(tuple(re.compile(translate(n)) for n in names), layers, tuple(sorted(set(ranks))))
+
+
+def _layers(value: Any, where: str) -> frozenset[int]:
+    if isinstance(value, list) and all(type(n) is int for n in value):
+        return frozenset(value)
+    found: set[int] = set()
+    try:
+        for part in str(value).split(","):
+            lo, _, hi = part.strip().partition("-")
+            found.update(range(int(lo), int(hi or lo) + 1))
+    except ValueError:
+        raise InputError(f"{where}: layers: expected \"0-3,8\" or a list, found {value!r}", code="RDT107") from None
+    return frozenset(found)
+
+
+def resolve_owners(
+    entries: list[SourceTensor], rules: tuple[OwnerRule, ...] | None, trainer_ranks: int
+) -> tuple[Ints, ...]:
+    """Owners of every entry: the entry's own, else the first rule that matches, else nobody; all ranks without rules."""
+    everyone = tuple(range(trainer_ranks))
+    owners: list[Ints] = []
+    for entry in entries:
+        if entry.owners is not None:
+            owners.append(entry.owners)
+        elif rules is None:
+            owners.append(everyone)
+        else:
+            owners.append(next((rule.ranks for rule in rules if rule.matches(entry.name)), ()))
+    return tuple(owners)

@@ -1,0 +1,78 @@
+"""Digests: SHA-256 over canonical bytes of what two sides must agree on.
+
+The live side (a worker's model, a trainer's manifest) computes the same digest from what it really has; when it differs, the
+rows themselves are compared to name the first field that does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from rdtplan.ir.manifest import Manifest
+from rdtplan.ir.plan import FORMAT, Program
+from rdtplan.ir.serialize import canonical_bytes
+from rdtplan.ir.topology import Ownership
+from rdtplan.ir.traces import Parameters
+
+
+def sha256(value: Any) -> str:
+    """Hex digest of the canonical bytes of a JSON-ready value."""
+    return hashlib.sha256(canonical_bytes(value)).hexdigest()
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """Over names, dtypes and full shapes in plan order."""
+    rows = [[n, manifest.dtype(k), list(manifest.shape(k))] for k, n in enumerate(manifest.names)]
+    return sha256(rows)
+
+
+def ownership_digest(ownership: Ownership) -> str:
+    """Over the owner sets and the owner class of every name."""
+    return sha256([ownership.ranks, [list(c) for c in ownership.classes], list(ownership.class_of)])
+
+
+def geometry_rows(parameters: Parameters) -> list[list[Any]]:
+    """One row a parameter: name, kind, dtype, shape, stride, aliases. What a live model is compared with."""
+    return [
+        [name, kind, dtype, list(shape), list(stride), list(aliases)]
+        for name, kind, dtype, shape, stride, aliases in zip(
+            parameters.names,
+            parameters.kinds,
+            parameters.dtypes,
+            parameters.shapes,
+            parameters.strides,
+            parameters.aliases,
+            strict=True,
+        )
+    ]
+
+
+def geometry_digest(parameters: Parameters) -> str:
+    """Over `geometry_rows`."""
+    return sha256(geometry_rows(parameters))
+
+
+def pair_digests(manifest: Manifest, program: Program, producers: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
+    """One digest for every producer: its chunks in sequence, each with every key's name, dtype, region and offset.
+
+    Written with values and not with table indices, so that it is the same however the tables are numbered.
+    """
+    regions = [[list(r.shape), list(r.stride), r.offset] for r in program.regions]
+    rows: dict[int, list[Any]] = {}
+    keys, chunks = program.keys, program.chunks
+    start = 0
+    for chunk, producer in enumerate(producers):
+        end = chunks.key_end[chunk]
+        wire = [
+            [
+                manifest.names[keys.source[k]],
+                program.dtype_table[keys.dtype[k]],
+                regions[keys.region[k]],
+                keys.offset[k],
+            ]
+            for k in range(start, end)
+        ]
+        rows.setdefault(producer, []).append([chunks.nbytes[chunk], wire])
+        start = end
+    return tuple((p, sha256([FORMAT, rows[p]])) for p in sorted(rows))

@@ -1,0 +1,310 @@
+"""The plan on disk: JSON lines. The first line is the seal, every further line one part.
+
+    {"digest": ..., "fields": ..., "format": "1.0", "kind": "rdtplan.fleet-plan", "parts": [...], "plan": {...}}
+    <part 0>
+    <part 1>
+
+The seal holds the plan's root, with `{"$part": i}` where a part stands, and for every part its size and SHA-256; its own
+digest, over its canonical bytes without `digest`, is the fleet digest. So the whole is sealed as a tree, one part is read and verified without the
+others, and `head -1 plan | jq` works. A part that occurs twice is stored once.
+
+Every size is checked against the file before anything is read, so an impossible plan costs no memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import attrs
+import orjson
+
+from rdtplan.errors import PlanFormatError
+from rdtplan.ir.plan import FORMAT, ConsumerPlan, FleetPlan, ProducerPlan
+from rdtplan.ir.serialize import PART, canonical_bytes, first_reason, make_converter
+
+T = TypeVar("T")
+KIND = "rdtplan.fleet-plan"
+MAX_SEAL_NBYTES = 64 << 20
+RECOMPILE = "compile the plan again, or fetch an undamaged copy"
+
+
+def _field_digests(value: Any) -> dict[str, str]:
+    """Short digests of the fields of an object; they only serve to name the field that was edited."""
+    if not isinstance(value, dict):
+        return {}
+    return {k: hashlib.sha256(canonical_bytes(v)).hexdigest()[:12] for k, v in value.items()}
+
+
+def encode(plan: FleetPlan) -> tuple[bytes, str]:
+    """Canonical bytes of a whole plan file, and the fleet digest."""
+    bodies: list[bytes] = []
+    entries: list[dict[str, Any]] = []
+    index: dict[tuple[str, str], int] = {}
+
+    def store(value: Any, t: Any) -> int:
+        plain = converter.unstructure(value, unstructure_as=t)
+        body = canonical_bytes(plain)
+        kind = getattr(t, "__name__", str(t)).lower()
+        if t is not None and str(t).startswith("tuple"):
+            kind = "column" if t == tuple[int, ...] else t.__args__[0].__name__.lower() + "s"
+        digest = hashlib.sha256(body).hexdigest()
+        key = (kind, digest)
+        if key not in index:
+            index[key] = len(bodies)
+            bodies.append(body)
+            entries.append(
+                {"kind": kind, "nbytes": len(body), "sha256": digest, "fields": _field_digests(plain)}
+            )
+        return index[key]
+
+    converter = make_converter(store=store)
+    root = converter.unstructure(plan)
+    seal = {"format": FORMAT, "kind": KIND, "plan": root, "parts": entries, "fields": _field_digests(root)}
+    digest = hashlib.sha256(canonical_bytes(seal)).hexdigest()
+    return b"\n".join([canonical_bytes({**seal, "digest": digest}), *bodies, b""]), digest
+
+
+def write_plan(plan: FleetPlan, path: str | os.PathLike[str]) -> str:
+    """Write a plan so that a full disk or a crash leaves the old file or none; returns the fleet digest.
+
+    PlanFormatError RDT407 when the file cannot be written.
+    """
+    data, digest = encode(plan)
+    target = Path(path)
+    temporary = ""
+    try:
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as out:
+            temporary = out.name
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise PlanFormatError(
+            f"cannot write the plan to {target} ({len(data):,} bytes): {error.strerror}",
+            fix="choose a directory that exists, is writable and has room",
+            code="RDT407",
+        ) from None
+    return digest
+
+
+class PlanFile:
+    """A sealed plan on disk, read part by part. Opening it verifies the seal; reading a part verifies that part."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """PlanFormatError when the file is missing, truncated, edited, or of a major version that is not known."""
+        self.path = Path(path)
+        self._parts: dict[tuple[int, Any], Any] = {}
+        try:
+            self._file = open(self.path, "rb")  # noqa: SIM115 - kept open for the life of the object
+        except OSError as error:
+            raise PlanFormatError(
+                f"cannot open plan {self.path}: {error.strerror}",
+                fix="name the file that `rdtplan compile -o` wrote",
+                code="RDT401",
+            ) from None
+        try:
+            self._open()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _open(self) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        line = self._file.readline(MAX_SEAL_NBYTES)
+        seal = _parse(line, f"{self.path}: line 1, the seal")
+        if not isinstance(seal, dict) or seal.get("kind") != KIND:
+            found = seal.get("kind") if isinstance(seal, dict) else type(seal).__name__
+            raise PlanFormatError(
+                f"{self.path} is not a fleet plan: expected kind {KIND!r}, found {found!r}",
+                fix="name the file that `rdtplan compile -o` wrote",
+                code="RDT402",
+            )
+        _check_version(self.path, seal.get("format"))
+        claimed = seal.pop("digest", None)
+        actual = hashlib.sha256(canonical_bytes(seal)).hexdigest()
+        if claimed != actual:
+            raise PlanFormatError(
+                f"{self.path}: the seal was edited{_edited_field(seal.get('plan'), seal.get('fields'), 'plan')}: "
+                f"digest {str(claimed)[:12]} is written, its content has {actual[:12]}",
+                fix=RECOMPILE,
+                code="RDT405",
+            )
+        self.digest: str = actual
+        self.root: dict[str, Any] = seal["plan"] if isinstance(seal.get("plan"), dict) else {}
+        self.entries: list[dict[str, Any]] = seal.get("parts") or []
+        at = len(line)
+        self._offsets: list[int] = []
+        for i, entry in enumerate(self.entries):
+            if not isinstance(entry, dict) or type(entry.get("nbytes")) is not int or entry["nbytes"] < 0:
+                raise PlanFormatError(f"{self.path}: parts[{i}].nbytes is not a size", fix=RECOMPILE, code="RDT404")
+            self._offsets.append(at)
+            at += entry["nbytes"] + 1
+            if at > size:
+                raise PlanFormatError(
+                    f"{self.path} is truncated: part {i} ({entry.get('kind')}) needs the file to have "
+                    f"{at:,} bytes, it has {size:,}",
+                    fix=RECOMPILE,
+                    code="RDT403",
+                )
+        if at != size:
+            raise PlanFormatError(
+                f"{self.path}: {size - at:,} bytes follow the last part", fix=RECOMPILE, code="RDT405"
+            )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> PlanFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def part_bytes(self, index: int) -> bytes:
+        """Verified bytes of one part."""
+        entry = self.entries[index]
+        self._file.seek(self._offsets[index])
+        body = self._file.read(entry["nbytes"])
+        actual = hashlib.sha256(body).hexdigest()
+        if actual != entry.get("sha256"):
+            try:
+                plain = orjson.loads(body)
+            except orjson.JSONDecodeError:
+                plain = None
+            raise PlanFormatError(
+                f"{self.path}: part {index} ({entry.get('kind')}) was edited"
+                f"{_edited_field(plain, entry.get('fields'), str(entry.get('kind')))}: sealed with digest "
+                f"{str(entry.get('sha256'))[:12]}, its content has {actual[:12]}",
+                fix=RECOMPILE,
+                code="RDT405",
+            )
+        return body
+
+    def _fetch(self, index: int, t: Any) -> Any:
+        if not 0 <= index < len(self.entries):
+            raise PlanFormatError(
+                f"{self.path}: reference to part {index}, the file has {len(self.entries)}",
+                fix=RECOMPILE,
+                code="RDT404",
+            )
+        key = (index, t)
+        if key not in self._parts:
+            plain = _parse(self.part_bytes(index), f"{self.path}: part {index}")
+            self._parts[key] = self._structure(plain, t, f"part {index} ({self.entries[index].get('kind')})")
+        return self._parts[key]
+
+    def _structure(self, plain: Any, t: Any, path: str) -> Any:
+        try:
+            return self._converter().structure(plain, t)
+        except PlanFormatError:
+            raise
+        except Exception:
+            try:
+                make_converter(fetch=self._fetch, detailed=True).structure(plain, t)
+            except PlanFormatError:
+                raise
+            except Exception as error:
+                name = getattr(t, "__name__", str(t))
+                raise PlanFormatError(
+                    f"{self.path}: {path}{first_reason(error, name)}", fix=RECOMPILE, code="RDT404"
+                ) from None
+            raise
+
+    def _converter(self) -> Any:
+        if not hasattr(self, "_cached_converter"):
+            self._cached_converter = make_converter(fetch=self._fetch)
+        return self._cached_converter
+
+    def field(self, name: str) -> Any:
+        """One field of FleetPlan, with only the parts it needs."""
+        attribute = getattr(attrs.fields(attrs.resolve_types(FleetPlan)), name)
+        if name not in self.root:
+            raise PlanFormatError(f"{self.path}: plan.{name} is missing", fix=RECOMPILE, code="RDT404")
+        if attribute.metadata.get("shared"):
+            return self._fetch(self._reference(self.root[name], f"plan.{name}"), attribute.type)
+        return self._structure(self.root[name], attribute.type, f"plan.{name}")
+
+    def _reference(self, value: Any, path: str) -> int:
+        if type(value) is not dict or type(value.get(PART)) is not int:
+            raise PlanFormatError(f"{self.path}: {path} is not a reference to a part", fix=RECOMPILE, code="RDT404")
+        return cast(int, value[PART])
+
+    def _one(self, field: str, index: int, cls: type[T]) -> T:
+        items = self.root.get(field)
+        if type(items) is not list:
+            raise PlanFormatError(f"{self.path}: plan.{field} is not an array", fix=RECOMPILE, code="RDT404")
+        if not 0 <= index < len(items):
+            raise PlanFormatError(
+                f"{self.path} has {len(items)} {field}, numbered from 0; there is no {field[:-1]} {index}",
+                fix="check the rank of this process against `rdtplan inspect`",
+                code="RDT406",
+            )
+        return cast(T, self._fetch(self._reference(items[index], f"plan.{field}[{index}]"), cls))
+
+    def consumer(self, consumer_id: int) -> ConsumerPlan:
+        """One worker's plan; the parts of the others are not read."""
+        plan = self._one("consumers", consumer_id, ConsumerPlan)
+        if plan.consumer_id != consumer_id:
+            raise PlanFormatError(
+                f"{self.path}: consumers[{consumer_id}].consumer_id: expected {consumer_id}, found {plan.consumer_id}",
+                fix=RECOMPILE,
+                code="RDT404",
+            )
+        return plan
+
+    def producer(self, rank: int) -> ProducerPlan:
+        """One trainer rank's plan."""
+        plan = self._one("producers", rank, ProducerPlan)
+        if plan.rank != rank:
+            raise PlanFormatError(
+                f"{self.path}: producers[{rank}].rank: expected {rank}, found {plan.rank}",
+                fix=RECOMPILE,
+                code="RDT404",
+            )
+        return plan
+
+    def fleet(self) -> FleetPlan:
+        """The whole plan; every part is verified, also those that nothing refers to."""
+        for index in range(len(self.entries)):
+            self.part_bytes(index)
+        return cast(FleetPlan, self._structure(self.root, FleetPlan, "plan"))
+
+
+def _parse(line: bytes, where: str) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        kind = "truncated or not a plan" if line and not line.endswith(b"\n") else "not JSON"
+        raise PlanFormatError(
+            f"{where} ({len(line):,} bytes) is {kind}: {str(error)[:80]}", fix=RECOMPILE, code="RDT403"
+        ) from None
+
+
+def _check_version(path: Path, version: Any) -> None:
+    supported = FORMAT.split(".")[0]
+    major = version.split(".")[0] if isinstance(version, str) else None
+    if major != supported:
+        raise PlanFormatError(
+            f"{path}: format {version!r} is not readable: this rdtplan reads {supported}.x",
+            fix="use the rdtplan that wrote it, or compile the plan again with this one",
+            code="RDT408",
+        )
+
+
+def _edited_field(value: Any, digests: Any, path: str) -> str:
+    """` (field NAME)` for the first field whose digest does not fit its content, '' when that cannot be told."""
+    if not isinstance(value, dict) or not isinstance(digests, dict):
+        return ""
+    actual = _field_digests(value)
+    for name in [*digests, *(n for n in actual if n not in digests)]:
+        if actual.get(name) != digests.get(name):
+            return f" at {path}.{name}"
+    return ""

@@ -1,0 +1,85 @@
+"""What a dry run leaves behind: the worker's parameters and every write its loaders made, as plain columns."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from rdtplan.ir.manifest import Ints
+from rdtplan.ir.regions import Region
+from rdtplan.ir.topology import Position
+
+
+@frozen(slots=True)
+class Parameters:
+    """Parameters and buffers of one worker, in checkpoint format (before any post-load processing). One row a storage."""
+
+    names: tuple[str, ...]
+    """Full dotted name, the first under which the storage is found."""
+    modules: Ints
+    """Index into `module_names`: the leaf module that holds it."""
+    dtypes: tuple[str, ...]
+    shapes: tuple[Ints, ...]
+    strides: tuple[Ints, ...]
+    kinds: tuple[str, ...]
+    """`parameter` or `buffer`."""
+    aliases: tuple[tuple[str, ...], ...]
+    """Other names of the same storage (tied weights)."""
+    module_names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@frozen(slots=True)
+class Fetches:
+    """Writes whose data come from a source tensor. Row k is the k-th such write in load order."""
+
+    sources: Ints
+    """Manifest index."""
+    dtypes: Ints
+    """Index into `RankTrace.dtype_table`: element type of the source region."""
+    source_regions: Ints
+    """Index into `RankTrace.regions`."""
+    parameters: Ints
+    dest_regions: Ints
+    loaders: Ints
+    """Index into `RankTrace.loaders`."""
+    chains: Ints
+    """Index into `RankTrace.chains`."""
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+@frozen(slots=True)
+class Fills:
+    """Writes of one constant: padding rows that a loader sets to zero, say."""
+
+    parameters: Ints
+    regions: Ints
+    values: tuple[float, ...]
+    before: Ints
+    """1 when no fetch into the parameter was recorded before, so that running the fill first keeps the loader's order."""
+    loaders: Ints
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+
+@frozen(slots=True)
+class RankTrace:
+    """The dry run of one worker rank."""
+
+    position: Position
+    parameters: Parameters
+    regions: tuple[Region, ...]
+    """Canonical regions, numbered by first use."""
+    dtype_table: tuple[str, ...]
+    loaders: tuple[str, ...]
+    """`function (file:line)` of the code that wrote."""
+    chains: tuple[tuple[str, ...], ...]
+    """Op chains in words, outermost operation last; provenance only."""
+    fetches: Fetches
+    fills: Fills
+    untouched: tuple[str, ...]
+    """Buffers that no loader writes."""

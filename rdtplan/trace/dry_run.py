@@ -1,0 +1,183 @@
+"""The dry run: vLLM's own `load_weights` over meta tensors, for one rank or a whole deployment."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from rdtplan.errors import RdtError, TraceError
+from rdtplan.ir.manifest import Manifest
+from rdtplan.ir.plan import ModelIdentity
+from rdtplan.ir.topology import InferenceTopology, Position, positions
+from rdtplan.ir.traces import Fetches, Fills, RankTrace
+from rdtplan.trace.model import build_model, engine_config, model_identity
+from rdtplan.trace.ranks import simulated_rank
+from rdtplan.trace.recorder import Recorder
+from rdtplan.trace.watch import Watched, dtype_name
+
+
+def meta_sources(manifest: Manifest) -> list[torch.Tensor]:
+    """One meta tensor for every source name: shape and dtype, no memory."""
+    dtypes = [getattr(torch, name) for name in manifest.dtype_table]
+    shapes = manifest.shape_table
+    return [
+        torch.empty(shapes[s], dtype=dtypes[d], device="meta")
+        for s, d in zip(manifest.shapes, manifest.dtypes, strict=True)
+    ]
+
+
+def trace_model(
+    model: torch.nn.Module, manifest: Manifest, position: Position, *, sources: Sequence[torch.Tensor] | None = None
+) -> RankTrace:
+    """Run `model.load_weights` on stand-ins for every source name and return what it would have written.
+
+    The model is left exactly as it was: writes are recorded and not executed. TraceError when a loader needs data, writes
+    something that is no slice of a source, or fails.
+    """
+    sources = meta_sources(manifest) if sources is None else sources
+    watched = Watched(model)
+    recorder = Recorder(manifest, sources, watched)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in zip(manifest.names, sources, strict=True):
+            recorder.current = name
+            yield name, tensor
+
+    collecting = gc.isenabled()
+    gc.disable()  # nothing recorded is garbage, and there is much of it to walk
+    try:
+        with recorder:
+            model.load_weights(weights())  # type: ignore[operator]
+    except RdtError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"load_weights of {type(model).__name__} failed at source name {recorder.current!r}: "
+            f"{type(error).__name__}: {(str(error) or repr(error)).splitlines()[0][:300]}",
+            fix="the manifest must name what a checkpoint of this architecture holds; compare it with the model's config",
+            code="RDT207",
+        ) from error
+    finally:
+        if collecting:
+            gc.enable()
+        for tensor in sources:
+            tensor.__dict__.clear()
+    return _to_trace(recorder, watched, position)
+
+
+def _to_trace(recorder: Recorder, watched: Watched, position: Position) -> RankTrace:
+    touched = {row[3] for row in recorder.fetches} | {row[0] for row in recorder.fills}
+    parameters, untouched, index = watched.table(touched)
+    fetches = [(*row[:3], index[row[3]], *row[4:]) for row in recorder.fetches]
+    fills = [(index[row[0]], *row[1:]) for row in recorder.fills]
+    return RankTrace(
+        position=position,
+        parameters=parameters,
+        regions=tuple(recorder.regions),
+        dtype_table=tuple(dtype_name(d) for d in recorder.dtypes),
+        loaders=tuple(recorder.loaders),
+        chains=tuple(recorder.chains),
+        fetches=Fetches(*zip(*fetches, strict=True)) if fetches else Fetches((), (), (), (), (), (), ()),
+        fills=Fills(*zip(*fills, strict=True)) if fills else Fills((), (), (), (), ()),
+        untouched=untouched,
+    )
+
+
+@frozen
+class TraceRequest:
+    """Everything that a tracing process must know."""
+
+    config_dir: str
+    manifest: Manifest
+    topology: InferenceTopology
+    dtype: str
+    quantization: str | None
+
+
+def trace_position(request: TraceRequest, position: Position) -> tuple[RankTrace, ModelIdentity]:
+    """Simulate one rank, build its model on meta, and trace it."""
+    vllm_config = engine_config(
+        request.config_dir, request.topology, position, dtype=request.dtype, quantization=request.quantization
+    )
+    with simulated_rank(vllm_config, request.topology, position):
+        from vllm.config import set_current_vllm_config
+
+        model = build_model(vllm_config, meta=True)
+        with set_current_vllm_config(vllm_config):
+            trace = trace_model(model, request.manifest, position)
+    return trace, model_identity(request.config_dir, vllm_config)
+
+
+def trace_fleet(
+    request: TraceRequest, *, jobs: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> tuple[tuple[RankTrace, ...], tuple[int, ...], ModelIdentity]:
+    """Trace every distinct position of one replica: (distinct traces, worker index -> trace, model identity).
+
+    Data-parallel ranks of a dense model are copies and traced once; of a mixture of experts each is traced, since vLLM
+    spreads experts over them. Work is spread over `jobs` forked processes (default: the cores, at most 4), after vLLM was
+    imported once. `progress(done, total)` is called as traces arrive.
+    """
+    all_positions = positions(request.topology)
+    first = engine_config(
+        request.config_dir, request.topology, all_positions[0], dtype=request.dtype, quantization=request.quantization
+    )
+    spread = request.topology.data_parallel > 1 and not first.model_config.is_moe
+    wanted = [p for p in all_positions if not (spread and p.dp)]
+    jobs = min(jobs or min(4, len(os.sched_getaffinity(0))), len(wanted))
+    if progress:
+        progress(0, len(wanted))
+    results: dict[Position, tuple[RankTrace, ModelIdentity]] = {}
+    for position, result in _run(request, wanted, jobs):
+        results[position] = result
+        if progress:
+            progress(len(results), len(wanted))
+    ids: dict[Any, int] = {}
+    traces: list[RankTrace] = []
+    trace_of: list[int] = []
+    for p in all_positions:
+        trace = results[Position(0, p.pp, p.tp) if spread else p][0]
+        key = (trace.parameters, trace.regions, trace.dtype_table, trace.fetches, trace.fills)
+        if key not in ids:
+            ids[key] = len(traces)
+            traces.append(trace)
+        trace_of.append(ids[key])
+    return tuple(traces), tuple(trace_of), results[wanted[0]][1]
+
+
+def _run(
+    request: TraceRequest, wanted: list[Position], jobs: int
+) -> Iterator[tuple[Position, tuple[RankTrace, ModelIdentity]]]:
+    if jobs <= 1:
+        for position in wanted:
+            yield position, trace_position(request, position)
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread, initargs=(request,)) as pool:
+        futures = {pool.submit(_trace_in_child, position): position for position in wanted}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_request: TraceRequest | None = None
+
+
+def _one_thread(request: TraceRequest) -> None:
+    global _request
+    _request = request
+    torch.set_num_threads(1)
+
+
+def _trace_in_child(position: Position) -> tuple[RankTrace, ModelIdentity]:
+    assert _request is not None
+    return trace_position(_request, position)

@@ -1,0 +1,97 @@
+"""The watched set: every parameter and buffer of a model, by storage."""
+
+from __future__ import annotations
+
+import torch
+
+from rdtplan.ir.traces import Parameters
+
+
+class Watched:
+    """All memory that a loader may write, found by storage so that any view of it is recognised.
+
+    Row k describes one storage range; tied and aliased tensors share a row. Parameters come first, in model order, then
+    buffers. `tensors[k]` is the tensor itself.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.names: list[str] = []
+        self.modules: list[int] = []
+        self.module_names: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+        self.dtypes: list[torch.dtype] = []
+        self.offsets: list[int] = []
+        """Storage offset of the tensor, elements; regions are relative to it."""
+        self.kinds: list[str] = []
+        self.aliases: list[list[str]] = []
+        self._of_storage: dict[int, list[tuple[int, int, int]]] = {}
+        module_ids: dict[str, int] = {}
+        for kind, found in (
+            ("parameter", model.named_parameters(remove_duplicate=False)),
+            ("buffer", model.named_buffers(remove_duplicate=False)),
+        ):
+            for name, tensor in found:
+                self._add(kind, name, tensor, module_ids)
+        self.module_names = list(module_ids)
+
+    def _add(self, kind: str, name: str, tensor: torch.Tensor, module_ids: dict[str, int]) -> None:
+        size = tensor.element_size()
+        lo = tensor.storage_offset() * size
+        hi = lo + _span(tensor) * size
+        rows = self._of_storage.setdefault(tensor.untyped_storage()._cdata, [])
+        for a, b, row in rows:
+            if a == lo and b == hi:
+                self.aliases[row].append(name)
+                return
+        rows.append((lo, hi, len(self.names)))
+        self.names.append(name)
+        self.modules.append(module_ids.setdefault(name.rpartition(".")[0], len(module_ids)))
+        self.tensors.append(tensor)
+        self.dtypes.append(tensor.dtype)
+        self.offsets.append(tensor.storage_offset())
+        self.kinds.append(kind)
+        self.aliases.append([])
+
+    def find(self, t: torch.Tensor) -> int | None:
+        """The row whose memory `t` is a view of, None when it is of none."""
+        rows = self._of_storage.get(t.untyped_storage()._cdata)
+        if rows is None:
+            return None
+        if len(rows) == 1:
+            return rows[0][2]
+        at = t.storage_offset() * t.element_size()
+        return next((row for lo, hi, row in rows if lo <= at < hi), None)
+
+    def table(self, touched: set[int]) -> tuple[Parameters, tuple[str, ...], dict[int, int]]:
+        """(columns, names of buffers left out, row -> column index).
+
+        A buffer that no loader writes is the model's own affair (a rotary table, say); it is named, and kept out of the
+        geometry that a live model is held to.
+        """
+        keep = [k for k, kind in enumerate(self.kinds) if kind == "parameter" or k in touched]
+        left_out = tuple(self.names[k] for k in range(len(self.names)) if k not in set(keep))
+        modules: dict[int, int] = {}
+        for k in keep:
+            modules.setdefault(self.modules[k], len(modules))
+        table = Parameters(
+            names=tuple(self.names[k] for k in keep),
+            modules=tuple(modules[self.modules[k]] for k in keep),
+            dtypes=tuple(dtype_name(self.dtypes[k]) for k in keep),
+            shapes=tuple(tuple(self.tensors[k].shape) for k in keep),
+            strides=tuple(tuple(self.tensors[k].stride()) for k in keep),
+            kinds=tuple(self.kinds[k] for k in keep),
+            aliases=tuple(tuple(sorted(self.aliases[k])) for k in keep),
+            module_names=tuple(self.module_names[m] for m in modules),
+        )
+        return table, left_out, {k: i for i, k in enumerate(keep)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _span(t: torch.Tensor) -> int:
+    if t.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))

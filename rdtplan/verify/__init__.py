@@ -1,0 +1,24 @@
+"""Verification of plans: completeness, structure and digests. Returns findings; refuses nothing by itself."""
+
+from __future__ import annotations
+
+from rdtplan.ir.plan import FleetPlan
+from rdtplan.verify.coverage import Prover, check_destinations, check_sources
+from rdtplan.verify.findings import Finding, refuse, waived
+from rdtplan.verify.structure import check_fleet, check_worker
+
+__all__ = ["Finding", "check_worker", "refuse", "verify_fleet", "waived"]
+
+
+def verify_fleet(plan: FleetPlan) -> list[Finding]:
+    """Everything that can be wrong with a plan, over the whole fleet. Structural faults hide the rest."""
+    findings = check_fleet(plan)
+    if findings:
+        return findings
+    prover = Prover()
+    programs = {id(c.program): c for c in plan.consumers}
+    for consumer in programs.values():
+        where = f"worker {consumer.consumer_id} ({consumer.position})"
+        findings += check_destinations(consumer.program, prover, where)
+    findings += check_sources(plan.manifest, [c.program for c in programs.values()], prover)
+    return findings

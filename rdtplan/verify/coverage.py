@@ -1,0 +1,126 @@
+"""Completeness: every destination element is written exactly once, every source element is consumed by somebody.
+
+Proved by region arithmetic over runs. Layers, experts and ranks repeat the same shapes, so each distinct question is
+answered once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rdtplan.ir.manifest import Manifest
+from rdtplan.ir.plan import Program
+from rdtplan.ir.regions import Coverage, Region, canonical, contiguous_stride, cover
+from rdtplan.verify.findings import Finding
+
+
+class Prover:
+    """Answers coverage questions and remembers them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Region, tuple[Region, ...]], Coverage] = {}
+
+    def cover(self, extent: Region, regions: tuple[Region, ...]) -> Coverage:
+        key = (extent, regions)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = cover(extent, regions)
+        return found
+
+
+def check_destinations(program: Program, prover: Prover, where: str) -> list[Finding]:
+    """Findings about the parameters of one worker: gaps, double writes, writes outside."""
+    p = program.parameters
+    fetched: list[list[Region]] = [[] for _ in range(len(p))]
+    filled: list[list[Region]] = [[] for _ in range(len(p))]
+    late: list[list[Region]] = [[] for _ in range(len(p))]
+    for parameter, region in zip(program.scatters.parameter, program.scatters.region, strict=True):
+        fetched[parameter].append(program.regions[region])
+    for parameter, region, before in zip(
+        program.fills.parameters, program.fills.regions, program.fills.before, strict=True
+    ):
+        filled[parameter].append(program.regions[region])
+        if not before:
+            late[parameter].append(program.regions[region])
+    findings: list[Finding] = []
+    for k, name in enumerate(p.names):
+        extent = canonical(p.shapes[k], p.strides[k], 0)
+        if not fetched[k] and not filled[k]:
+            if extent.numel and p.kinds[k] == "parameter":
+                findings.append(Finding("RDT310", f"{where}: no loader writes parameter {name!r}", (name,)))
+            continue
+        by_fetch = prover.cover(extent, tuple(fetched[k]))
+        both = prover.cover(extent, (*fetched[k], *filled[k])) if filled[k] else by_fetch
+        overlap = by_fetch.first_overlap
+        if overlap is None and late[k]:
+            overlap = prover.cover(extent, (*fetched[k], *late[k])).first_overlap
+        if both.out_of_bounds:
+            lo, hi = both.out_of_bounds
+            findings.append(
+                Finding(
+                    "RDT313",
+                    f"{where}: a write into {name!r} spans elements {lo} to {hi}, it has {extent.numel}",
+                    (name,),
+                )
+            )
+        elif overlap:
+            findings.append(
+                Finding(
+                    "RDT312",
+                    f"{where}: elements {overlap[0]} to {overlap[1]} of {name!r} are written twice",
+                    (name,),
+                )
+            )
+        if both.missing:
+            gap = both.first_gap or (0, 0)
+            findings.append(
+                Finding(
+                    "RDT311",
+                    f"{where}: {both.missing} of {extent.numel} elements of {name!r} are never written, "
+                    f"the first at {gap[0]} to {gap[1]}",
+                    (name,),
+                )
+            )
+    return findings
+
+
+def check_sources(manifest: Manifest, programs: Sequence[Program], prover: Prover) -> list[Finding]:
+    """Findings about the sources of the whole fleet: names and elements that no worker consumes, reads outside."""
+    used: list[dict[Region, None]] = [{} for _ in range(len(manifest))]
+    viewed: set[int] = set()
+    for program in programs:
+        keys = program.keys
+        for source, region, dtype in zip(keys.source, keys.region, keys.dtype, strict=True):
+            used[source][program.regions[region]] = None
+            if program.dtype_table[dtype] != manifest.dtype(source):
+                viewed.add(source)
+    extents = [canonical(s, contiguous_stride(s), 0) for s in manifest.shape_table]
+    orphans = [
+        name
+        for k, name in enumerate(manifest.names)
+        if not used[k] and extents[manifest.shapes[k]].numel
+    ]
+    findings: list[Finding] = []
+    for name in orphans:
+        findings.append(Finding("RDT320", f"source name {name!r} is taken by no loader of any worker", (name,)))
+    for k, name in enumerate(manifest.names):
+        if not used[k] or k in viewed:
+            continue
+        extent = extents[manifest.shapes[k]]
+        covered = prover.cover(extent, tuple(used[k]))
+        if covered.out_of_bounds:
+            lo, hi = covered.out_of_bounds
+            findings.append(
+                Finding("RDT314", f"a read of {name!r} spans elements {lo} to {hi}, it has {extent.numel}", (name,))
+            )
+        if covered.missing:
+            gap = covered.first_gap or (0, 0)
+            findings.append(
+                Finding(
+                    "RDT321",
+                    f"{covered.missing} of {extent.numel} elements of source {name!r} reach no worker, "
+                    f"the first at {gap[0]} to {gap[1]}",
+                    (name,),
+                )
+            )
+    return findings

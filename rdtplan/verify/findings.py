@@ -1,0 +1,58 @@
+"""Findings: what is wrong with a plan, as a list, each with a permanent code, a plain sentence and the names concerned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from attrs import frozen
+
+from rdtplan.errors import PlanError
+from rdtplan.ir.plan import Waiver
+
+WAIVABLE = frozenset({"RDT310", "RDT320", "RDT321"})
+"""Codes a user may accept by name; the others would move wrong bytes."""
+
+
+@frozen(slots=True)
+class Finding:
+    """One thing that is wrong."""
+
+    code: str
+    sentence: str
+    names: tuple[str, ...] = ()
+    severity: str = "error"
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.severity}: {self.sentence}"
+
+
+def waived(finding: Finding, waivers: Iterable[Waiver]) -> bool:
+    """True when every name of the finding is covered by a waiver of its code."""
+    if finding.code not in WAIVABLE or not finding.names:
+        return False
+    patterns = [w.pattern for w in waivers if w.code == finding.code]
+    return all(any(fnmatchcase(name, p) for p in patterns) for name in finding.names)
+
+
+def refuse(findings: list[Finding], waivers: Iterable[Waiver] = (), limit: int = 12) -> None:
+    """PlanError with all unwaived errors (the first `limit` in words); nothing when there are none."""
+    waivers = tuple(waivers)
+    errors = [f for f in findings if f.severity == "error" and not waived(f, waivers)]
+    if not errors:
+        return
+    lines = [f"  {f.code} {f.sentence}" for f in errors[:limit]]
+    if len(errors) > limit:
+        lines.append(f"  ... and {len(errors) - limit} more")
+    fixes = {
+        "RDT310": "if a parameter is meant to keep its value, accept it with --waive RDT310:PATTERN",
+        "RDT320": "if a source name is meant to go nowhere, accept it with --waive RDT320:PATTERN",
+        "RDT321": "if part of a source is meant to go nowhere, accept it with --waive RDT321:PATTERN",
+    }
+    found = [fixes[c] for c in dict.fromkeys(f.code for f in errors) if c in fixes]
+    noun = "finding" if len(errors) == 1 else "findings"
+    raise PlanError(
+        f"the plan is not complete, {len(errors)} {noun}:\n" + "\n".join(lines),
+        fix="; ".join(found) or "the manifest, the model's config and the layout must fit each other",
+        code=errors[0].code,
+    )
