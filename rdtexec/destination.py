@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
 import torch
 
 from rdtplan.errors import PlanMismatch
@@ -109,17 +107,16 @@ def packed_slice(program: Program, key: int, packed: torch.Tensor) -> torch.Tens
 
 
 def _name_difference(planned: list[list[object]], live: list[list[object]]) -> None:
-    names = {row[0]: row for row in live}
-    for row, at_same_place in zip_longest(planned, live):
-        if row is None:
-            extra = at_same_place[0] if at_same_place else None
-            raise _mismatch(f"parameter {extra!r}: the plan does not know it, the model has it")
-        actual = names.get(row[0])
+    have = {row[0]: row for row in live}
+    for row in planned:
+        actual = have.pop(row[0], None)
         if actual is None:
             raise _mismatch(f"parameter {row[0]!r}: the plan writes it, the model does not have it")
         for column, a, b in zip(_COLUMNS, row, actual, strict=True):
             if a != b:
                 raise _mismatch(f"parameter {row[0]!r}: {column}: plan {a}, model {b}")
+    if have:
+        raise _mismatch(f"parameter {next(iter(have))!r}: the plan does not know it, the model has it")
     raise _mismatch("the parameters are the same, but the model lists them in another order")
 
 

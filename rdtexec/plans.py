@@ -17,7 +17,14 @@ from rdtplan.ir.manifest import Ints, Manifest, SourceTensor
 from rdtplan.ir.plan import ConsumerPlan, GatherGroup, ProducerPlan, Program
 from rdtplan.ir.topology import InferenceTopology, Ownership, Position, TransferSettings
 from rdtplan.verify.findings import Finding, refuse
-from rdtplan.verify.structure import check_manifest, check_program, check_routing, check_worker
+from rdtplan.verify.structure import (
+    check_manifest,
+    check_ownership,
+    check_producer,
+    check_program,
+    check_routing,
+    check_worker,
+)
 
 
 @frozen
@@ -79,12 +86,19 @@ def owners_of_groups(ownership: Ownership, groups: tuple[GatherGroup, ...]) -> t
 
 
 def load_worker(
-    path: str | os.PathLike[str], consumer_id: int, *, position: Position | None = None, replica: int | None = None
+    path: str | os.PathLike[str],
+    consumer_id: int,
+    *,
+    position: Position | None = None,
+    replica: int | None = None,
 ) -> WorkerPlan:
     """Load and verify one worker's plan. `position` and `replica` are where the worker really stands, when it knows."""
     with PlanFile(path) as file:
         consumer = file.consumer(consumer_id)
-        for name, planned, actual in (("position", consumer.position, position), ("replica", consumer.replica, replica)):
+        for name, planned, actual in (
+            ("position", consumer.position, position),
+            ("replica", consumer.replica, replica),
+        ):
             if actual is not None and planned != actual:
                 raise PlanMismatch(
                     f"plan {file.path} gives consumer {consumer_id} the {name} {planned}, this worker has {actual}",
@@ -92,8 +106,14 @@ def load_worker(
                     code="RDT502",
                 )
         manifest, ownership, groups = file.field("manifest"), file.field("ownership"), file.field("groups")
+        slot_nbytes = file.field("memory").receive_slot_nbytes
         findings: list[Finding] = check_manifest(manifest)
-        refuse(findings or check_worker(consumer, manifest, ownership, groups))
+        findings = findings or check_worker(consumer, manifest, ownership, groups)
+        largest = max(consumer.program.chunks.nbytes, default=0)
+        if not findings and slot_nbytes < largest:
+            what = f"memory.receive_slot_nbytes: {slot_nbytes:,} is less than a chunk of {largest:,} bytes"
+            findings.append(Finding("RDT330", what, ("memory.receive_slot_nbytes",)))
+        refuse(findings)
         return WorkerPlan(
             digest=file.digest,
             consumer=consumer,
@@ -102,7 +122,7 @@ def load_worker(
             groups=groups,
             topology=file.field("topology"),
             settings=file.field("settings"),
-            slot_nbytes=file.field("memory").receive_slot_nbytes,
+            slot_nbytes=slot_nbytes,
         )
 
 
@@ -111,7 +131,9 @@ def load_trainer(path: str | os.PathLike[str], rank: int) -> TrainerPlan:
     with PlanFile(path) as file:
         producer = file.producer(rank)
         manifest, ownership, groups = file.field("manifest"), file.field("ownership"), file.field("groups")
-        findings: list[Finding] = check_manifest(manifest)
+        topology = file.field("topology")
+        findings: list[Finding] = check_manifest(manifest) or check_ownership(ownership, manifest, groups)
+        refuse(findings)
         consumers: dict[int, ConsumerPlan] = {}
         seen: set[int] = set()
         for serving in producer.servings:
@@ -120,19 +142,21 @@ def load_trainer(path: str | os.PathLike[str], rank: int) -> TrainerPlan:
             if id(consumer.program) not in seen:
                 seen.add(id(consumer.program))
                 where = f"consumers[{serving.consumer_id}].program"
-                findings += check_program(consumer.program, manifest, len(groups), len(ownership.classes), where)
+                findings += check_program(
+                    consumer.program, manifest, len(groups), len(ownership.classes), where
+                )
             if not findings:
                 where = f"consumers[{serving.consumer_id}]"
                 findings += check_routing(consumer.program, consumer.routing, manifest, ownership, where)
-                mine = tuple(c for c, p in enumerate(consumer.routing.producer) if p == rank)
-                if mine != serving.chunks:
-                    findings.append(Finding("RDT330", f"producers[{rank}].servings differ from {where}.routing", (where,)))
-        refuse(findings)
+        refuse(
+            findings
+            or check_producer(producer, consumers.values(), topology.workers, manifest, ownership, groups)
+        )
         return TrainerPlan(
             digest=file.digest,
             producer=producer,
             consumers=consumers,
-            consumer_ids=tuple(range(file.field("topology").workers)),
+            consumer_ids=tuple(range(topology.workers)),
             manifest=manifest,
             ownership=ownership,
             groups=groups,
@@ -151,7 +175,9 @@ def check_live_manifest(plan: TrainerPlan, source: Any) -> None:
         planned = (plan.manifest.dtype(k), plan.manifest.shape(k))
         actual = None if entry is None else (entry.dtype, entry.shape)
         if actual != planned:
-            found = "the trainer does not have it" if entry is None else f"trainer {entry.dtype} {entry.shape}"
+            found = (
+                "the trainer does not have it" if entry is None else f"trainer {entry.dtype} {entry.shape}"
+            )
             raise PlanMismatch(
                 f"source name {name!r}: plan {planned[0]} {planned[1]}, {found}",
                 fix="compile the plan from this trainer's manifest",

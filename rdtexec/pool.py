@@ -1,10 +1,10 @@
-"""The receive pool: slots that pulls land in, and the handshake that keeps a slot from being overwritten too early.
+"""The receive pool: slots that pulls land in, and the handshake that guards them while they are read.
 
-Invariant: a slot is reused only after (1) as many scatters have been done out of it as were queued, and (2) the read-done
-event recorded for the last use has completed. `queue` is called by the scheduler's thread before the scatter is handed on,
-`publish` by the scatter thread when it has recorded the event, in `finally`, so that a failed scatter frees its slot too.
-Both counters only grow and are read under one condition, so neither a late nor an early reader can see a slot free while a
-scatter still reads it.
+Invariant: a slot is reused only after (1) as many scatters have been done out of it as were queued, and (2)
+the read-done event recorded for the last use has completed. `queue` is called by the scheduler's thread
+before the scatter is handed on, `publish` by the scatter thread when it has recorded the event, in `finally`,
+so that a failed scatter frees its slot too. Both counters only grow and are read under one condition, so
+neither a late nor an early reader can see a slot free while a scatter still reads it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Slot:
             self._queued += 1
 
     def publish(self, read_done: Any) -> None:
-        """A scatter has issued its last read; `read_done` is the event that completes with it, None on CPU."""
+        """A scatter has issued its last read; `read_done` completes with it (an event; None on CPU)."""
         with self._changed:
             self._done += 1
             self._read_done = read_done
@@ -57,8 +57,8 @@ class ReceivePool:
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError) as error:
             raise TransferError(
-                f"the receive pool does not fit: {nbytes:,} bytes on {device} for {lanes} lanes of {slots_per_lane} slots of "
-                f"{slot_nbytes:,} bytes: {str(error).splitlines()[0][:160]}",
+                f"the receive pool does not fit: {nbytes:,} bytes on {device} for {lanes} lanes of "
+                f"{slots_per_lane} slots of {slot_nbytes:,} bytes: {str(error).splitlines()[0][:160]}",
                 fix="compile with a smaller --max-chunk-mb, or lower num_rdt_buffers or stages_in_flight",
                 code="RDT610",
             ) from None

@@ -1,9 +1,9 @@
-"""The lane scheduler: which pull is issued when, and when a landed pull is handed on. Pure; effects are injected.
+"""The lane scheduler: which pull is issued when, and when a landed pull is handed on. Effects are injected.
 
 The invariants, and why they hold:
 
-- Pulls of one stream are issued in plan order, because a lane works one stream at a time from front to back. All chunks of a
-  producer are in one stream, so its serve slots are reused in issue order.
+- Pulls of one stream are issued in plan order, because a lane works one stream at a time from front to back.
+  All chunks of a producer are in one stream, so its serve slots are reused in issue order.
 - At most `window` pulls are in flight a lane, and they drain in the order they were issued (FIFO).
 - A slot is handed to a pull only when `slot_free` says so; lanes own disjoint slots and use them round robin.
 - It terminates: each turn issues, drains, or waits for an effect that has its own deadline and raises.
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 RECHECK_S = 0.005
 """A lane that waits for its slot while others have pulls in flight looks again after this many seconds."""
@@ -52,20 +52,20 @@ class Effects(Protocol):
 @define
 class _Lane:
     index: int
-    pending: Iterator[int]
+    pending: Iterator[int] = field(factory=lambda: iter(()))
     ahead: int | None = None
-    inflight: deque[Pull] = deque()
+    inflight: deque[Pull] = field(factory=deque)
     turn: int = 0
 
 
 def run(streams: Sequence[Sequence[int]], *, lanes: int, window: int, slots: int, effects: Effects) -> int:
     """Pull every chunk of every stream; returns the number drained.
 
-    `lanes` streams are worked on at once, `window` pulls in flight each, over `slots` slots a lane (`window <= slots`). A
-    lane takes the next unstarted stream as soon as it has issued the last chunk of its current one.
+    `lanes` streams are worked on at once, `window` pulls in flight each, over `slots` slots a lane
+    (1 <= `window` <= `slots`). A lane takes the next unstarted stream right after the last chunk of its own.
     """
     waiting = deque(s for s in streams if s)
-    workers = [_Lane(i, iter(()), None, deque(), 0) for i in range(max(1, min(lanes, len(waiting))))]
+    workers = [_Lane(i) for i in range(max(1, min(lanes, len(waiting))))]
     drained = 0
     while True:
         moved = blocked = False

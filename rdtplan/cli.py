@@ -1,0 +1,230 @@
+"""The command line. Every command imports what it needs when it runs, so that `--help` and `inspect` stay light.
+
+Exit codes: 0 success, 1 an error (one clear message on stderr), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rdtplan import __version__
+from rdtplan.errors import InputError, RdtError
+
+
+class _Group(click.Group):
+    """Prints the project's own errors as one message, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RdtError as error:
+            click.secho(f"error {error}", err=True, fg="red")
+            ctx.exit(1)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__)
+def main() -> None:
+    """Compile, inspect and verify weight-transfer plans for vLLM."""
+
+
+@main.command()
+@click.argument("config_dir", type=click.Path(path_type=Path))
+@click.option("--manifest", "manifest_path", type=click.Path(path_type=Path), help="JSON manifest, safetensors file, index or checkpoint directory. Default: generated from the config.")
+@click.option("--tp", default=1, show_default=True, help="Tensor parallel size of one engine.")
+@click.option("--pp", default=1, show_default=True, help="Pipeline parallel size.")
+@click.option("--dp", default=1, show_default=True, help="Data parallel size.")
+@click.option("--ep", is_flag=True, help="Expert parallelism.")
+@click.option("--replicas", default=1, show_default=True, help="Independent engines.")
+@click.option("--trainer-ranks", default=1, show_default=True, help="Ranks of the trainer.")
+@click.option("--owners", type=click.Path(path_type=Path), help="TOML file: which ranks own which names. Default: every rank owns everything.")
+@click.option("--target", default="cpu", show_default=True, help="Platform that the workers run on.")
+@click.option("--dtype", default="auto", show_default=True, help="Model dtype, as vLLM takes it.")
+@click.option("--quantization", help="Quantization method, as vLLM takes it.")
+@click.option("--max-chunk-mb", default=0.0, help="Largest packed chunk, MiB; 0 means no limit.")
+@click.option("--num-rdt-buffers", default=2, show_default=True, help="K: receive slots a lane.")
+@click.option("--stages-in-flight", default=1, show_default=True, help="S: streams pulled at once.")
+@click.option("--gather-lookahead", default=1, show_default=True, help="Groups gathered ahead.")
+@click.option("--buffer-presize-gb", default=0.0, help="Floor of the receive slot, GiB.")
+@click.option("--staging-device", type=click.Choice(["gpu", "host"]), default="gpu", show_default=True)
+@click.option("--waive", multiple=True, metavar="CODE:PATTERN", help="Accept a finding for names that match.")
+@click.option("--jobs", type=int, help="Tracing processes. Default: cores, at most 4.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Plan file to write.")
+def compile(config_dir: Path, manifest_path: Path | None, output: Path, **options: Any) -> None:
+    """Compile the fleet plan of the model in CONFIG_DIR. Needs vLLM, no GPU."""
+    from rdtplan.compile import Fleet, compile_plan
+    from rdtplan.inputs.manifests import read_manifest
+    from rdtplan.inputs.owners import read_owner_rules
+    from rdtplan.ir.file import write_plan
+    from rdtplan.ir.topology import InferenceTopology, TransferSettings
+    from rdtplan.report.progress import progress_bar
+    from rdtplan.report.units import human_bytes
+    from rdtplan.trace.model import read_config
+
+    read_config(config_dir)
+    if not output.absolute().parent.is_dir():
+        raise InputError(f"--output: the directory {output.absolute().parent} does not exist", code="RDT108")
+    if manifest_path is None:
+        from rdtplan.inputs.config_manifest import manifest_from_config
+
+        entries = manifest_from_config(config_dir)
+    else:
+        entries = read_manifest(manifest_path)
+    ranks = options["trainer_ranks"]
+    fleet = Fleet(
+        topology=InferenceTopology(
+            options["tp"], options["pp"], options["dp"], options["ep"], options["replicas"]
+        ),
+        trainer_ranks=ranks,
+        owner_rules=read_owner_rules(options["owners"], ranks) if options["owners"] else None,
+        settings=TransferSettings(
+            num_rdt_buffers=options["num_rdt_buffers"],
+            buffer_presize_gb=options["buffer_presize_gb"],
+            stages_in_flight=options["stages_in_flight"],
+            staging_device=options["staging_device"],
+            gather_lookahead=options["gather_lookahead"],
+            max_chunk_bytes=round(options["max_chunk_mb"] * (1 << 20)),
+        ),
+        target=options["target"],
+        waivers=tuple(_waiver(text) for text in options["waive"]),
+    )
+    with progress_bar() as progress:
+        plan = compile_plan(
+            config_dir,
+            entries,
+            fleet,
+            dtype=options["dtype"],
+            quantization=options["quantization"],
+            jobs=options["jobs"],
+            progress=progress,
+        )
+    digest = write_plan(plan, output)
+    size = output.stat().st_size
+    o = plan.overview
+    click.echo(
+        f"{output}: {human_bytes(size)}, digest {digest[:16]}, {plan.topology.workers} workers, "
+        f"{max(o.pulls)} pulls and {human_bytes(max(o.pulled_nbytes))} at most a worker"
+    )
+    for note in plan.notes:
+        click.echo(f"note: {note}")
+
+
+def _waiver(text: str) -> Any:
+    from rdtplan.ir.plan import Waiver
+    from rdtplan.verify.findings import WAIVABLE
+
+    code, _, pattern = text.partition(":")
+    if code not in WAIVABLE or not pattern:
+        raise InputError(
+            f"--waive {text!r}: expected CODE:PATTERN with a code of {', '.join(sorted(WAIVABLE))}", code="RDT108"
+        )
+    return Waiver(code, pattern)
+
+
+@main.command()
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="JSON for machines.")
+def inspect(plan: Path, as_json: bool) -> None:
+    """Show what PLAN will move, from whom to whom, and the memory it takes."""
+    from rdtplan.ir.file import PlanFile
+    from rdtplan.report.inspect import print_summary, summarize
+
+    with PlanFile(plan) as file:
+        summary = summarize(file)
+    if as_json:
+        import orjson
+
+        click.echo(orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode())
+    else:
+        print_summary(summary, _console())
+
+
+@main.command()
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="JSON for machines.")
+def verify(plan: Path, as_json: bool) -> None:
+    """Check PLAN whole: seal, digests, structure, completeness. Exits 1 when anything is wrong."""
+    from rdtplan.ir.file import PlanFile
+    from rdtplan.verify import verify_fleet, waived
+
+    with PlanFile(plan) as file:
+        fleet = file.fleet()
+        digest = file.digest
+    findings = verify_fleet(fleet)
+    open_findings = [f for f in findings if not waived(f, fleet.waivers)]
+    if as_json:
+        import orjson
+
+        rows = [
+            {"code": f.code, "sentence": f.sentence, "names": list(f.names), "waived": waived(f, fleet.waivers)}
+            for f in findings
+        ]
+        click.echo(orjson.dumps({"digest": digest, "findings": rows}, option=orjson.OPT_INDENT_2).decode())
+    else:
+        for finding in open_findings:
+            click.secho(str(finding), fg="red")
+        if not open_findings:
+            accepted = f" ({len(findings)} findings waived)" if findings else ""
+            click.echo(
+                f"{plan}: sound. {len(fleet.consumers)} workers, {len(fleet.producers)} trainer ranks, "
+                f"{fleet.overview.source_names:,} source names; every element is written once{accepted}"
+            )
+    if open_findings:
+        sys.exit(1)
+
+
+@main.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="JSON manifest to write.")
+def manifest(source: Path, output: Path) -> None:
+    """Write the manifest of SOURCE: a checkpoint (its headers are read) or a config directory (needs transformers)."""
+    from rdtplan.inputs.manifests import read_manifest, to_json
+    from rdtplan.ir.manifest import build_manifest
+
+    if source.is_dir() and not any(source.glob("*.safetensors*")) and (source / "config.json").exists():
+        from rdtplan.inputs.config_manifest import manifest_from_config
+
+        entries = manifest_from_config(source)
+    else:
+        entries = read_manifest(source)
+    built = build_manifest(entries)
+    try:
+        output.write_bytes(to_json(entries))
+    except OSError as error:
+        raise InputError(f"cannot write {output}: {error.strerror}", code="RDT108") from None
+    click.echo(f"{output}: {len(built):,} source names, {sum(built.nbytes(k) for k in range(len(built))):,} bytes")
+
+
+@main.command()
+def schema() -> None:
+    """Print the JSON Schema (2020-12) of the plan format."""
+    import orjson
+
+    from rdtplan.ir.schema import plan_schema
+
+    click.echo(orjson.dumps(plan_schema(), option=orjson.OPT_INDENT_2).decode())
+
+
+@main.command()
+@click.option("--dir", "directory", type=click.Path(file_okay=False), help="Keep checkpoints and plan here.")
+@click.option("--fault", type=click.Choice(["flip-byte"]), help="Break something on purpose, to see it caught.")
+@click.option("--json", "as_json", is_flag=True, help="JSON for machines.")
+def demo(directory: str | None, fault: str | None, as_json: bool) -> None:
+    """Compile a plan for a small random model, run real syncs between processes, and compare every byte."""
+    from rdtexec.demo.run import run_demo
+
+    sys.exit(run_demo(directory=directory, fault=fault, as_json=as_json))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+if __name__ == "__main__":
+    main()
