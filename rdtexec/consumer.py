@@ -26,6 +26,8 @@ from rdtexec.schedule import Pull
 from rdtexec.transport.base import ConsumerTransport
 
 CONNECT_TIMEOUT_S = 60.0
+GRACE = 1.25
+"""A consumer waits this much longer than a producer, who knows for whom the fleet waits and should speak first."""
 POLL_S = 0.0005
 """How often transfers under way are looked at while no message comes."""
 
@@ -90,7 +92,7 @@ class Consumer:
         `producers` maps trainer ranks to addresses; every rank that owns part of a gather group must be among them.
         """
         self.plan, self._destination, self._transport = plan, destination, transport
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_timeout_s = stall_timeout_s * GRACE
         self._program = plan.consumer.program
         self._me = plan.consumer.consumer_id
         self._streams = schedule.streams_of(self._program.chunks.stream)

@@ -52,7 +52,7 @@ class Effects(Protocol):
 @define
 class _Lane:
     index: int
-    pending: Iterator[int] = field(factory=lambda: iter(()))
+    pending: Iterator[int]
     ahead: int | None = None
     inflight: deque[Pull] = field(factory=deque)
     turn: int = 0
@@ -62,10 +62,11 @@ def run(streams: Sequence[Sequence[int]], *, lanes: int, window: int, slots: int
     """Pull every chunk of every stream; returns the number drained.
 
     `lanes` streams are worked on at once, `window` pulls in flight each, over `slots` slots a lane
-    (1 <= `window` <= `slots`). A lane takes the next unstarted stream right after the last chunk of its own.
+    (1 <= `window` <= `slots`). Every lane begins with a stream of its own, and takes the next unstarted one
+    right after the last chunk of its current one.
     """
     waiting = deque(s for s in streams if s)
-    workers = [_Lane(i) for i in range(max(1, min(lanes, len(waiting))))]
+    workers = [_Lane(i, iter(waiting.popleft())) for i in range(min(max(1, lanes), len(waiting)))]
     drained = 0
     while True:
         moved = blocked = False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 
-from attrs import frozen
+from attrs import field, frozen
 
 from rdtplan import __version__
 from rdtplan.errors import InputError
@@ -33,10 +34,10 @@ from rdtplan.verify import refuse, verify_fleet
 class Fleet:
     """Everything about the two fleets that is not the model: the compiler's second input."""
 
-    topology: InferenceTopology = InferenceTopology()
+    topology: InferenceTopology = field(factory=InferenceTopology)
     trainer_ranks: int = 1
     owner_rules: tuple[OwnerRule, ...] | None = None
-    settings: TransferSettings = TransferSettings()
+    settings: TransferSettings = field(factory=TransferSettings)
     target: str = "cpu"
     waivers: tuple[Waiver, ...] = ()
 
@@ -57,7 +58,7 @@ def compile_plan(
 ) -> FleetPlan:
     """Compile the plan of a whole fleet from a Hugging Face config directory and the trainer's manifest.
 
-    Needs vLLM and torch, no GPU. Raises InputError, TraceError or PlanError; a plan that is returned is complete.
+    Needs vLLM and torch, no GPU. Raises InputError, TraceError or PlanError; a returned plan is complete.
     """
     import torch
 
@@ -92,7 +93,7 @@ def _check_fleet_input(fleet: Fleet) -> None:
             ("buffer_presize_gb", s.buffer_presize_gb, 0),
             ("max_chunk_bytes", s.max_chunk_bytes, 0),
         )
-        if value < least
+        if not least <= value < math.inf
     ]
     if s.staging_device not in ("gpu", "host"):
         wrong.append(f"staging_device must be gpu or host, is {s.staging_device!r}")
@@ -112,7 +113,7 @@ def assemble(
     compiler: Compiler,
     progress: Progress | None = None,
 ) -> FleetPlan:
-    """Run the passes over finished traces, verify the result and return the plan. Needs no torch. PlanError if incomplete.
+    """Run the passes over finished traces and verify the result; needs no torch. PlanError if incomplete.
 
     `trace_of` maps a worker index of one replica to its trace.
     """
@@ -175,7 +176,11 @@ def _seal(draft: Draft, fleet: Fleet, model: ModelIdentity, compiler: Compiler) 
     ]
     consumers = tuple(
         ConsumerPlan(
-            replica * topology.workers_per_replica + w, replica, position, programs[draft.program_of[w]], routings[w]
+            replica * topology.workers_per_replica + w,
+            replica,
+            position,
+            programs[draft.program_of[w]],
+            routings[w],
         )
         for replica in range(topology.replicas)
         for w, position in enumerate(positions(topology))

@@ -1,7 +1,7 @@
 """The one error hierarchy of rdtplan and rdtexec.
 
-Every error that a user can meet names the thing, the expected and the actual value, and what to do about it. `code` is a
-permanent identifier; `rdtplan/codes.py` holds the entry behind each.
+Every error that a user can meet names the thing, the expected and the actual value, and what to do about it.
+`code` is a permanent identifier; `rdtplan/codes.py` holds the entry behind each.
 """
 
 from __future__ import annotations

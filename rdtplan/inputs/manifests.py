@@ -9,12 +9,13 @@ import json
 import os
 import struct
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rdtplan.errors import InputError
-from rdtplan.ir.dtypes import SAFETENSORS
-from rdtplan.ir.manifest import SourceTensor
+from rdtplan.ir.dtypes import SAFETENSORS, itemsize
+from rdtplan.ir.manifest import Ints, SourceTensor
 
 MAX_HEADER_NBYTES = 100 << 20
 """The limit that the safetensors format itself sets."""
@@ -42,7 +43,7 @@ def read_manifest(path: str | os.PathLike[str]) -> list[SourceTensor]:
 
 
 def from_checkpoint(directory: Path) -> list[SourceTensor]:
-    """Every tensor of a checkpoint directory: through its index where there is one, else all its files in name order."""
+    """Every tensor of a checkpoint directory: through its index if it has one, else of all its files."""
     indices = sorted(directory.glob("*.safetensors.index.json"))
     if indices:
         return _from_index(indices[0])
@@ -61,40 +62,49 @@ def _from_index(index: Path) -> list[SourceTensor]:
     weight_map = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(weight_map, dict):
         raise InputError(f"{index} has no 'weight_map' object", code="RDT104")
-    entries = {e.name: e for file in sorted(set(weight_map.values())) for e in from_safetensors(index.parent / file)}
     for name, file in weight_map.items():
-        if name not in entries:
+        if not isinstance(file, str):
+            raise InputError(
+                f"{index}: weight_map: {name!r}: expected a file name, found {file!r}", code="RDT104"
+            )
+    entries = {
+        (file, e.name): e
+        for file in sorted(set(weight_map.values()))
+        for e in from_safetensors(index.parent / file)
+    }
+    for name, file in weight_map.items():
+        if (file, name) not in entries:
             raise InputError(
                 f"{index} places {name!r} in {file}, whose header does not have it",
                 fix="the index and its files are of different checkpoints; download them again",
                 code="RDT104",
             )
-    return _natural_order([entries[name] for name in weight_map])
+    return _natural_order([entries[file, name] for name, file in weight_map.items()])
 
 
 def _natural_order(entries: list[SourceTensor]) -> list[SourceTensor]:
-    """Checkpoint order with each layer's names together and layers ascending; headers are sorted as text (10 before 2)."""
+    """Embeddings, then each layer's names together and layers ascending, then the rest (final norm, head).
+
+    Headers and indices are sorted as text (`lm_head` first, layer 10 before 2), which says nothing about the
+    model.
+    """
     from rdtplan.passes.group_names import group_key
 
-    first_seen: dict[Any, int] = {}
     keys = [group_key(e.name) for e in entries]
-    for i, key in enumerate(keys):
-        if key is not None:
-            first_seen.setdefault(key[0], i)
-    indexed_from = min(first_seen.values(), default=0)
+    stacks = {prefix: i for i, prefix in enumerate(dict.fromkeys(key[0] for key in keys if key))}
 
     def rank(i: int) -> tuple[int, int, int, int]:
         key = keys[i]
         if key is None:
-            return (0 if i < indexed_from or _comes_first(entries[i].name) else 2, 0, 0, i)
-        return (1, first_seen[key[0]], key[1], i)
+            return (0 if _comes_first(entries[i].name) else 2, 0, 0, i)
+        return (1, stacks[key[0]], key[1], i)
 
     return [entries[i] for i in sorted(range(len(entries)), key=rank)]
 
 
 def _comes_first(name: str) -> bool:
-    """Embeddings precede the layers wherever a sorted header puts them."""
-    return "embed" in name or name.rpartition(".")[0].endswith(("wte", "wpe"))
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return "embed" in module or module in ("wte", "wpe")
 
 
 def from_safetensors(path: str | os.PathLike[str]) -> list[SourceTensor]:
@@ -108,29 +118,56 @@ def from_safetensors(path: str | os.PathLike[str]) -> list[SourceTensor]:
             size = os.fstat(file.fileno()).st_size
             if length > MAX_HEADER_NBYTES or length + 8 > size:
                 raise InputError(
-                    f"{path} is no safetensors file: its header claims {length:,} bytes, the file has {size:,}",
+                    f"{path} is no safetensors file: its header claims {length:,} bytes, "
+                    f"the file has {size:,}",
                     code="RDT104",
                 )
             header = json.loads(file.read(length))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}", code="RDT103") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: the header is not JSON: {error}", code="RDT104") from None
+    if not isinstance(header, dict):
+        raise InputError(
+            f"{path}: the header is no object of tensors, found {type(header).__name__}", code="RDT104"
+        )
     entries: list[tuple[int, SourceTensor]] = []
     for name, info in header.items():
         if name == "__metadata__":
             continue
-        try:
-            dtype, shape = SAFETENSORS[info["dtype"]], tuple(int(n) for n in info["shape"])
-            begin, end = info["data_offsets"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{path}: header entry {name!r} is malformed: {error!r}", code="RDT104") from None
+        dtype, shape, begin, end = _header_entry(info, f"{path}: header entry {name!r}")
         if end + length + 8 > size:
             raise InputError(
-                f"{path} is truncated: {name!r} ends at byte {end + length + 8:,}, the file has {size:,}", code="RDT104"
+                f"{path} is truncated: {name!r} ends at byte {end + length + 8:,}, the file has {size:,}",
+                code="RDT104",
             )
         entries.append((begin, SourceTensor(name, dtype, shape)))
     return [entry for _, entry in sorted(entries, key=lambda e: e[0])]
+
+
+def _header_entry(info: Any, where: str) -> tuple[str, Ints, int, int]:
+    """dtype, shape and data offsets (bytes) of one tensor."""
+    missing = [k for k in ("dtype", "shape", "data_offsets") if not isinstance(info, dict) or k not in info]
+    if missing:
+        raise InputError(f"{where} lacks {missing[0]!r}", code="RDT104")
+    dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in SAFETENSORS:
+        raise InputError(f"{where}: dtype: {dtype!r} is none of {', '.join(SAFETENSORS)}", code="RDT104")
+    if not _sizes(shape):
+        raise InputError(f"{where}: shape: expected an array of sizes, found {shape!r}", code="RDT104")
+    if not _sizes(offsets) or len(offsets) != 2:
+        raise InputError(f"{where}: data_offsets: expected [begin, end], found {offsets!r}", code="RDT104")
+    begin, end = offsets
+    nbytes = prod(shape) * itemsize(SAFETENSORS[dtype])
+    if end - begin != nbytes:
+        raise InputError(
+            f"{where}: data_offsets: {end - begin:,} bytes, {dtype} {shape} has {nbytes:,}", code="RDT104"
+        )
+    return SAFETENSORS[dtype], tuple(shape), begin, end
+
+
+def _sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _load_json(path: Path) -> Any:
@@ -138,12 +175,12 @@ def _load_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}", code="RDT103") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}", code="RDT104") from None
 
 
 def from_json(path: str | os.PathLike[str]) -> list[SourceTensor]:
-    """Entries of a JSON manifest: an array of `[name, dtype, shape]` or of objects with these keys and optional `owners`."""
+    """Entries of a JSON manifest: `[name, dtype, shape]` each, or an object with these keys and `owners`."""
     data = _load_json(Path(path))
     if not isinstance(data, list):
         raise InputError(
@@ -162,21 +199,27 @@ def _json_entry(item: Any, where: str) -> SourceTensor:
     elif isinstance(item, list) and len(item) == 3:
         name, dtype, shape = item
     else:
-        raise InputError(f"{where} is neither [name, dtype, shape] nor an object: {str(item)[:80]}", code="RDT104")
+        raise InputError(
+            f"{where} is neither [name, dtype, shape] nor an object: {str(item)[:80]}", code="RDT104"
+        )
     if not isinstance(name, str) or not name:
         raise InputError(f"{where}: name: expected a string, found {name!r}", code="RDT104")
     if not isinstance(dtype, str):
         raise InputError(f"{where} ({name}): dtype: expected a string, found {dtype!r}", code="RDT104")
-    if not isinstance(shape, list) or not all(type(n) is int for n in shape):
-        raise InputError(f"{where} ({name}): shape: expected an array of ints, found {shape!r}", code="RDT104")
+    if not _sizes(shape):
+        raise InputError(
+            f"{where} ({name}): shape: expected an array of sizes, found {shape!r}", code="RDT104"
+        )
     if owners is not None and not (isinstance(owners, list) and all(type(r) is int for r in owners)):
-        raise InputError(f"{where} ({name}): owners: expected an array of ranks, found {owners!r}", code="RDT104")
+        raise InputError(
+            f"{where} ({name}): owners: expected an array of ranks, found {owners!r}", code="RDT104"
+        )
     dtype = SAFETENSORS.get(dtype, dtype.removeprefix("torch."))
     return SourceTensor(name, dtype, tuple(shape), None if owners is None else tuple(sorted(set(owners))))
 
 
 def from_weight_source(source: Any) -> list[SourceTensor]:
-    """Entries of a live trainer's WeightSource, vLLM 0.32 (`metadata()`) and 0.33 (`metadata` property, owners) alike."""
+    """Entries of a live WeightSource, of vLLM 0.32 (`metadata()`) or 0.33 (a property, with owners)."""
     metadata: Any = source.metadata
     rows: Iterable[Any] = metadata() if callable(metadata) else metadata
     entries: list[SourceTensor] = []

@@ -32,6 +32,9 @@ from rdtplan.errors import InputError
 from rdtplan.ir.manifest import Ints, SourceTensor
 from rdtplan.passes.group_names import group_key
 
+MAX_LAYERS = 1 << 20
+"""Layer indices are below this; it keeps a mistyped range from filling the memory."""
+
 
 @frozen
 class OwnerRule:
@@ -56,16 +59,22 @@ def read_owner_rules(path: str | os.PathLike[str], trainer_ranks: int) -> tuple[
         data = tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise InputError(f"owners file {path} cannot be read: {error.strerror}", code="RDT107") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOML errors, and bytes that are not UTF-8
         raise InputError(f"owners file {path} is not TOML: {error}", code="RDT107") from None
     tables = data.get("own")
-    if not isinstance(tables, list) or not tables or set(data) != {"own"}:
+    if not isinstance(tables, list) or not tables or set(data) != {"own"} or not all(map(_is_table, tables)):
         raise InputError(
             f"owners file {path}: expected only [[own]] tables, found {', '.join(sorted(data)) or 'nothing'}",
             fix="write one [[own]] table a rule, with `ranks` and `names` or `layers`",
             code="RDT107",
         )
-    return tuple(_rule(table, f"{path}: [[own]] number {i + 1}", trainer_ranks) for i, table in enumerate(tables))
+    return tuple(
+        _rule(table, f"{path}: [[own]] number {i + 1}", trainer_ranks) for i, table in enumerate(tables)
+    )
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _rule(table: Any, where: str, trainer_ranks: int) -> OwnerRule:
@@ -75,16 +84,19 @@ def _rule(table: Any, where: str, trainer_ranks: int) -> OwnerRule:
     names = table.get("names", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise InputError(f"{where}: names: expected a pattern or a list of patterns, found {names!r}", code="RDT107")
+        raise InputError(
+            f"{where}: names: expected a pattern or a list of patterns, found {names!r}", code="RDT107"
+        )
     ranks = table.get("ranks")
     if ranks == "all":
         ranks = list(range(trainer_ranks))
     if not isinstance(ranks, list) or not ranks or not all(type(r) is int for r in ranks):
-        raise InputError(f"{where}: ranks: expected a list of ranks or \"all\", found {ranks!r}", code="RDT107")
+        raise InputError(f'{where}: ranks: expected a list of ranks or "all", found {ranks!r}', code="RDT107")
     outside = [r for r in ranks if not 0 <= r < trainer_ranks]
     if outside:
         raise InputError(
-            f"{where}: rank {outside[0]} does not exist, the trainer has ranks 0 to {trainer_ranks - 1}", code="RDT107"
+            f"{where}: rank {outside[0]} does not exist, the trainer has ranks 0 to {trainer_ranks - 1}",
+            code="RDT107",
         )
     layers = _layers(table["layers"], where) if "layers" in table else None
     if not names and layers is None:
@@ -93,27 +105,28 @@ def _rule(table: Any, where: str, trainer_ranks: int) -> OwnerRule:
 
 
 def _layers(value: Any, where: str) -> frozenset[int]:
-    if isinstance(value, list) and all(type(n) is int for n in value):
-        return frozenset(value)
+    parts = value if isinstance(value, list) else value.split(",") if isinstance(value, str) else [value]
     found: set[int] = set()
-    try:
-        for part in str(value).split(","):
-            lo, _, hi = part.strip().partition("-")
-            found.update(range(int(lo), int(hi or lo) + 1))
-    except ValueError:
-        raise InputError(f"{where}: layers: expected \"0-3,8\" or a list, found {value!r}", code="RDT107") from None
+    for part in parts or [None]:
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(part), re.ASCII)
+        lo, hi = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if type(part) not in (int, str) or not lo <= hi < MAX_LAYERS:
+            raise InputError(
+                f'{where}: layers: expected "0-3,8" or a list of layers, found {value!r}', code="RDT107"
+            )
+        found.update(range(lo, hi + 1))
     return frozenset(found)
 
 
 def resolve_owners(
     entries: list[SourceTensor], rules: tuple[OwnerRule, ...] | None, trainer_ranks: int
 ) -> tuple[Ints, ...]:
-    """Owners of every entry: the entry's own, else the first rule that matches, else nobody; all ranks without rules."""
+    """Owners of every entry: its own, else the first matching rule's, else none; without rules all ranks."""
     everyone = tuple(range(trainer_ranks))
     owners: list[Ints] = []
     for entry in entries:
         if entry.owners is not None:
-            owners.append(entry.owners)
+            owners.append(tuple(sorted(set(entry.owners))))
         elif rules is None:
             owners.append(everyone)
         else:

@@ -1,7 +1,7 @@
 """Digests: SHA-256 over canonical bytes of what two sides must agree on.
 
-The live side (a worker's model, a trainer's manifest) computes the same digest from what it really has; when it differs, the
-rows themselves are compared to name the first field that does.
+The live side (a worker's model, a trainer's manifest) computes the same digest from what it really has; when
+it differs, the rows themselves are compared to name the first field that does.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ def geometry_digest(parameters: Parameters) -> str:
     return sha256(geometry_rows(parameters))
 
 
-def pair_digests(manifest: Manifest, program: Program, producers: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
-    """One digest for every producer: its chunks in sequence, each with every key's name, dtype, region and offset.
+def pair_digests(
+    manifest: Manifest, program: Program, producers: tuple[int, ...]
+) -> tuple[tuple[int, str], ...]:
+    """One digest a producer: its chunks in sequence, with the name, dtype, region and offset of every key.
 
     Written with values and not with table indices, so that it is the same however the tables are numbered.
     """

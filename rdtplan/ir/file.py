@@ -1,12 +1,13 @@
 """The plan on disk: JSON lines. The first line is the seal, every further line one part.
 
-    {"digest": ..., "fields": ..., "format": "1.0", "kind": "rdtplan.fleet-plan", "parts": [...], "plan": {...}}
+    {"digest": ..., "fields": ..., "format": "1.0", "kind": "rdtplan.fleet-plan", "parts": [...], "plan": ...}
     <part 0>
     <part 1>
 
-The seal holds the plan's root, with `{"$part": i}` where a part stands, and for every part its size and SHA-256; its own
-digest, over its canonical bytes without `digest`, is the fleet digest. So the whole is sealed as a tree, one part is read and verified without the
-others, and `head -1 plan | jq` works. A part that occurs twice is stored once.
+The seal holds the plan's root, with `{"$part": i}` where a part stands, and for every part its size and
+SHA-256; its own digest, over its canonical bytes without `digest`, is the fleet digest. So the whole is
+sealed as a tree, one part is read and verified without the others, and `head -1 plan | jq` works. A part that
+occurs twice is stored once.
 
 Every size is checked against the file before anything is read, so an impossible plan costs no memory.
 """
@@ -39,18 +40,22 @@ def _field_digests(value: Any) -> dict[str, str]:
     return {k: hashlib.sha256(canonical_bytes(v)).hexdigest()[:12] for k, v in value.items()}
 
 
+def _seal_fields(seal: dict[str, Any]) -> dict[str, Any]:
+    """What a seal holds, by the path of each field."""
+    outer = {k: v for k, v in seal.items() if k not in ("plan", "fields", "digest")}
+    plan = seal.get("plan")
+    return {**outer, **({f"plan.{k}": v for k, v in plan.items()} if isinstance(plan, dict) else {})}
+
+
 def encode(plan: FleetPlan) -> tuple[bytes, str]:
     """Canonical bytes of a whole plan file, and the fleet digest."""
     bodies: list[bytes] = []
     entries: list[dict[str, Any]] = []
     index: dict[tuple[str, str], int] = {}
 
-    def store(value: Any, t: Any) -> int:
+    def store(kind: str, value: Any, t: Any) -> int:
         plain = converter.unstructure(value, unstructure_as=t)
         body = canonical_bytes(plain)
-        kind = getattr(t, "__name__", str(t)).lower()
-        if t is not None and str(t).startswith("tuple"):
-            kind = "column" if t == tuple[int, ...] else t.__args__[0].__name__.lower() + "s"
         digest = hashlib.sha256(body).hexdigest()
         key = (kind, digest)
         if key not in index:
@@ -63,7 +68,8 @@ def encode(plan: FleetPlan) -> tuple[bytes, str]:
 
     converter = make_converter(store=store)
     root = converter.unstructure(plan)
-    seal = {"format": FORMAT, "kind": KIND, "plan": root, "parts": entries, "fields": _field_digests(root)}
+    seal = {"format": FORMAT, "kind": KIND, "plan": root, "parts": entries}
+    seal["fields"] = _field_digests(_seal_fields(seal))
     digest = hashlib.sha256(canonical_bytes(seal)).hexdigest()
     return b"\n".join([canonical_bytes({**seal, "digest": digest}), *bodies, b""]), digest
 
@@ -84,9 +90,11 @@ def write_plan(plan: FleetPlan, path: str | os.PathLike[str]) -> str:
             os.fsync(out.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
-    except OSError as error:
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
+    except BaseException as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise PlanFormatError(
             f"cannot write the plan to {target} ({len(data):,} bytes): {error.strerror}",
             fix="choose a directory that exists, is writable and has room",
@@ -96,10 +104,10 @@ def write_plan(plan: FleetPlan, path: str | os.PathLike[str]) -> str:
 
 
 class PlanFile:
-    """A sealed plan on disk, read part by part. Opening it verifies the seal; reading a part verifies that part."""
+    """A sealed plan on disk, read part by part. Opening verifies the seal, reading a part that part."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """PlanFormatError when the file is missing, truncated, edited, or of a major version that is not known."""
+        """PlanFormatError when the file is missing, truncated, edited, or of an unknown major version."""
         self.path = Path(path)
         self._parts: dict[tuple[int, Any], Any] = {}
         try:
@@ -128,23 +136,39 @@ class PlanFile:
                 code="RDT402",
             )
         _check_version(self.path, seal.get("format"))
+        if not line.endswith(b"\n"):
+            raise PlanFormatError(
+                f"{self.path} is truncated: the seal ({len(line):,} bytes) has no end of line",
+                fix=RECOMPILE,
+                code="RDT403",
+            )
+        canonical = canonical_bytes(seal) + b"\n"
         claimed = seal.pop("digest", None)
         actual = hashlib.sha256(canonical_bytes(seal)).hexdigest()
         if claimed != actual:
+            at_field = _edited_field(_seal_fields(seal), seal.get("fields"), "") or " at digest"
             raise PlanFormatError(
-                f"{self.path}: the seal was edited{_edited_field(seal.get('plan'), seal.get('fields'), 'plan')}: "
+                f"{self.path}: the seal was edited{at_field}: "
                 f"digest {str(claimed)[:12]} is written, its content has {actual[:12]}",
                 fix=RECOMPILE,
                 code="RDT405",
             )
+        if line != canonical:
+            raise PlanFormatError(
+                f"{self.path}: the seal was spelled anew: its content is as sealed, its bytes are not",
+                fix="copy plans as binary files; " + RECOMPILE,
+                code="RDT405",
+            )
         self.digest: str = actual
-        self.root: dict[str, Any] = seal["plan"] if isinstance(seal.get("plan"), dict) else {}
-        self.entries: list[dict[str, Any]] = seal.get("parts") or []
+        self.root: dict[str, Any] = self._sealed(seal, "plan", dict)
+        self.entries: list[dict[str, Any]] = self._sealed(seal, "parts", list)
         at = len(line)
         self._offsets: list[int] = []
         for i, entry in enumerate(self.entries):
-            if not isinstance(entry, dict) or type(entry.get("nbytes")) is not int or entry["nbytes"] < 0:
-                raise PlanFormatError(f"{self.path}: parts[{i}].nbytes is not a size", fix=RECOMPILE, code="RDT404")
+            if type(entry) is not dict or type(entry.get("nbytes")) is not int or entry["nbytes"] < 0:
+                raise PlanFormatError(
+                    f"{self.path}: parts[{i}].nbytes is not a size", fix=RECOMPILE, code="RDT404"
+                )
             self._offsets.append(at)
             at += entry["nbytes"] + 1
             if at > size:
@@ -159,6 +183,15 @@ class PlanFile:
                 f"{self.path}: {size - at:,} bytes follow the last part", fix=RECOMPILE, code="RDT405"
             )
 
+    def _sealed(self, seal: dict[str, Any], name: str, expected: type[T]) -> T:
+        value = seal.get(name)
+        if not isinstance(value, expected):
+            found = "it is missing" if value is None else f"found {type(value).__name__}"
+            raise PlanFormatError(
+                f"{self.path}: {name}: expected {expected.__name__}, {found}", fix=RECOMPILE, code="RDT404"
+            )
+        return value
+
     def close(self) -> None:
         self._file.close()
 
@@ -172,7 +205,7 @@ class PlanFile:
         """Verified bytes of one part."""
         entry = self.entries[index]
         self._file.seek(self._offsets[index])
-        body = self._file.read(entry["nbytes"])
+        body, end = self._file.read(entry["nbytes"]), self._file.read(1)
         actual = hashlib.sha256(body).hexdigest()
         if actual != entry.get("sha256"):
             try:
@@ -183,6 +216,12 @@ class PlanFile:
                 f"{self.path}: part {index} ({entry.get('kind')}) was edited"
                 f"{_edited_field(plain, entry.get('fields'), str(entry.get('kind')))}: sealed with digest "
                 f"{str(entry.get('sha256'))[:12]}, its content has {actual[:12]}",
+                fix=RECOMPILE,
+                code="RDT405",
+            )
+        if end != b"\n":
+            raise PlanFormatError(
+                f"{self.path}: part {index} ({entry.get('kind')}) is followed by {end!r}, not by a line end",
                 fix=RECOMPILE,
                 code="RDT405",
             )
@@ -234,7 +273,9 @@ class PlanFile:
 
     def _reference(self, value: Any, path: str) -> int:
         if type(value) is not dict or type(value.get(PART)) is not int:
-            raise PlanFormatError(f"{self.path}: {path} is not a reference to a part", fix=RECOMPILE, code="RDT404")
+            raise PlanFormatError(
+                f"{self.path}: {path} is not a reference to a part", fix=RECOMPILE, code="RDT404"
+            )
         return cast(int, value[PART])
 
     def _one(self, field: str, index: int, cls: type[T]) -> T:
@@ -254,7 +295,8 @@ class PlanFile:
         plan = self._one("consumers", consumer_id, ConsumerPlan)
         if plan.consumer_id != consumer_id:
             raise PlanFormatError(
-                f"{self.path}: consumers[{consumer_id}].consumer_id: expected {consumer_id}, found {plan.consumer_id}",
+                f"{self.path}: consumers[{consumer_id}].consumer_id: expected {consumer_id}, "
+                f"found {plan.consumer_id}",
                 fix=RECOMPILE,
                 code="RDT404",
             )
@@ -300,11 +342,11 @@ def _check_version(path: Path, version: Any) -> None:
 
 
 def _edited_field(value: Any, digests: Any, path: str) -> str:
-    """` (field NAME)` for the first field whose digest does not fit its content, '' when that cannot be told."""
+    """` at PATH` of the first field whose digest does not fit its content, '' when that cannot be told."""
     if not isinstance(value, dict) or not isinstance(digests, dict):
         return ""
     actual = _field_digests(value)
     for name in [*digests, *(n for n in actual if n not in digests)]:
         if actual.get(name) != digests.get(name):
-            return f" at {path}.{name}"
+            return f" at {path}.{name}" if path else f" at {name}"
     return ""

@@ -1,6 +1,6 @@
 """The manifest: every source name of the trainer's checkpoint, in order, with dtype, full shape and owners.
 
-Stored as columns because a 235B mixture of experts has 36,945 names and a worker must load its plan in milliseconds.
+Stored as columns: a 235B mixture of experts has 36,945 names, and a worker loads its plan in milliseconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from math import prod
 from attrs import frozen
 
 from rdtplan.errors import InputError
-from rdtplan.ir.dtypes import itemsize
+from rdtplan.ir.dtypes import ITEMSIZE, itemsize
 
 Ints = tuple[int, ...]
 
@@ -53,7 +53,11 @@ class Manifest:
 
 
 def build_manifest(entries: Iterable[SourceTensor]) -> Manifest:
-    """Columns of `entries`, in order. InputError on a duplicate name, an unknown dtype or a negative size."""
+    """Columns of `entries`, in order.
+
+    InputError RDT106 on a duplicate name, RDT104 on an unknown dtype, a negative size or a name that is no
+    text, RDT105 when there is no entry.
+    """
     names: list[str] = []
     dtypes: list[int] = []
     shapes: list[int] = []
@@ -67,15 +71,30 @@ def build_manifest(entries: Iterable[SourceTensor]) -> Manifest:
                 fix="give every source name once",
                 code="RDT106",
             )
-        if any(n < 0 for n in entry.shape):
-            raise InputError(f"manifest: {entry.name!r} has shape {list(entry.shape)} with a negative size")
-        itemsize(entry.dtype)
+        wrong = _wrong(entry)
+        if wrong:
+            raise InputError(f"manifest: {entry.name!r} {wrong}", code="RDT104")
         seen[entry.name] = len(names)
         names.append(entry.name)
         dtypes.append(dtype_ids.setdefault(entry.dtype, len(dtype_ids)))
         shapes.append(shape_ids.setdefault(tuple(entry.shape), len(shape_ids)))
     if not names:
         raise InputError(
-            "manifest: it names no tensor", fix="point at a checkpoint or a non-empty JSON manifest", code="RDT105"
+            "manifest: it names no tensor",
+            fix="point at a checkpoint or a non-empty JSON manifest",
+            code="RDT105",
         )
     return Manifest(tuple(names), tuple(dtype_ids), tuple(shape_ids), tuple(dtypes), tuple(shapes))
+
+
+def _wrong(entry: SourceTensor) -> str:
+    """What no manifest may hold, '' when all is well."""
+    if any(n < 0 for n in entry.shape):
+        return f"has shape {list(entry.shape)} with a negative size"
+    if entry.dtype not in ITEMSIZE:
+        return f"has dtype {entry.dtype!r}, which is none of {', '.join(sorted(ITEMSIZE))}"
+    try:
+        entry.name.encode()
+    except UnicodeEncodeError:
+        return "is not a name that UTF-8 can spell"
+    return ""

@@ -1,17 +1,18 @@
 """The plan. These classes *are* the format; `schemas/` is generated from them.
 
-FORMAT is `major.minor`. Raise minor when a field with a default is added: older readers ignore it. Raise major when a
-reader that ignores the change would move a wrong byte; then write a migration. A reader refuses a major it does not know.
+FORMAT is `major.minor`. Raise minor when a field with a default is added: older readers ignore it. Raise
+major when a reader that ignores the change would move a wrong byte; then write a migration. A reader refuses
+a major it does not know.
 
 Three layers, so that what repeats is stored once:
 
-- a *program* is what one worker pulls, writes and signals, without any trainer rank in it. Workers that do the same
-  (replicas, data-parallel copies) share one.
+- a *program* is what one worker pulls, writes and signals, without any trainer rank in it. Workers that do
+  the same (replicas, data-parallel copies) share one.
 - a *consumer plan* is a program and its routing: the producer and the sequence number of every chunk.
 - a *producer plan* is what one trainer rank publishes and serves, in order.
 
-All tables are columns of equal length. Sizes and offsets named `nbytes` or `offset` in Keys and Chunks are bytes; everything
-inside a Region is elements.
+All tables are columns of equal length. Sizes and offsets named `nbytes` or `offset` in Keys and Chunks are
+bytes; everything inside a Region is elements.
 """
 
 from __future__ import annotations
@@ -135,7 +136,9 @@ class Program:
     loaders: tuple[str, ...]
     chains: tuple[tuple[str, ...], ...]
     untouched: tuple[str, ...]
-    """Names that no loader writes: buffers that the model computes itself, and parameters whose finding was waived."""
+    """Names that no loader writes: buffers that the model computes itself, and parameters whose finding was
+    waived.
+    """
     parameters: Parameters = field(metadata=SHARED)
     regions: tuple[Region, ...] = field(metadata=SHARED)
     keys: Keys = field(metadata=SHARED)
@@ -144,12 +147,16 @@ class Program:
     fills: Fills = field(metadata=SHARED)
     lifetimes: Lifetimes = field(metadata=SHARED)
     free_after: Ints = field(metadata=SHARED)
-    """A gather group: the chunk whose completion frees it, or -1: signalled at sync start (nothing of it is pulled)."""
+    """A gather group: the chunk whose completion frees it, or -1: signalled at sync start (nothing of it is
+    pulled).
+    """
 
 
 @frozen(slots=True)
 class Routing:
-    """Producer and sequence number of every chunk of one consumer, and the digest agreed with each producer."""
+    """Producer and sequence number of every chunk of one consumer, and the digest agreed with each
+    producer.
+    """
 
     producer: Ints
     seq: Ints

@@ -1,22 +1,24 @@
 """Regions: `as_strided` descriptors, and the little arithmetic the plan needs on them.
 
-All numbers are elements, never bytes. A region lists its elements in *logical order* (last dimension fastest); that order is
-what a copy preserves. Geometry itself is never computed here: torch computes it on meta tensors and we read it off. What
-this module does is rewrite a descriptor into an equivalent one: the canonical form (so that two spellings of one slice are
-one key), the common refinement of a source and a destination, cuts, and coverage proofs.
+All numbers are elements, never bytes. A region lists its elements in *logical order* (last dimension
+fastest); that order is what a copy preserves. Geometry itself is never computed here: torch computes it on
+meta tensors and we read it off. What this module does is rewrite a descriptor into an equivalent one: the
+canonical form (so that two spellings of one slice are one key), the common refinement of a source and a
+destination, cuts, and coverage proofs.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Iterator
-from math import prod
+from math import inf, prod
 
 from attrs import frozen
 
 
 @frozen(slots=True)
 class Region:
-    """Elements `offset + sum(i_d * stride[d])` of a flat storage, `0 <= i_d < shape[d]`, last dimension fastest."""
+    """Elements `offset + sum(i_d * stride[d])` of a flat storage, `0 <= i_d < shape[d]`."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -33,15 +35,19 @@ class Region:
 def canonical(shape: Iterable[int], stride: Iterable[int], offset: int) -> Region:
     """The shortest descriptor that lists the same elements in the same order.
 
-    Size-1 dimensions vanish and neighbours that step as one merge, so a narrow of a full matrix by rows and the same rows
-    reached by chunk or reshape are equal:
+    Size-1 dimensions vanish and neighbours that step as one merge, so a narrow of a full matrix by rows and
+    the same rows reached by chunk or reshape are equal:
 
     >>> canonical((4, 1, 8), (8, 8, 1), 16)
     Region(shape=(32,), stride=(1,), offset=16)
+
+    Every empty region is `Region((0,), (1,), 0)`.
     """
     out_shape: list[int] = []
     out_stride: list[int] = []
     for n, s in zip(shape, stride, strict=True):
+        if n == 0:
+            return Region((0,), (1,), 0)
         if n == 1:
             continue
         if out_shape and out_stride[-1] == s * n:
@@ -70,11 +76,14 @@ def span(region: Region) -> tuple[int, int]:
 def refine(a: Region, b: Region) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """The coarsest common shape of two regions of equal numel, and the strides of both in it.
 
-    Both regions descend from one logical shape by merging neighbours, so their cut points nest. ValueError otherwise.
+    Both regions descend from one logical shape by merging neighbours, so their cut points nest. ValueError
+    when they do not.
 
     >>> refine(Region((6,), (1,), 0), Region((2, 3), (8, 1), 0))
     ((2, 3), (3, 1), (8, 1))
     """
+    if not a.numel and not b.numel:
+        return (0,), (1,), (1,)
     shape: list[int] = []
     stride_a: list[int] = []
     stride_b: list[int] = []
@@ -91,7 +100,7 @@ def refine(a: Region, b: Region) -> tuple[tuple[int, ...], tuple[int, ...], tupl
         if na == 1 and nb == 1:
             break
         n = min(na, nb)
-        if na % n or nb % n or n == 1:
+        if n <= 1 or na % n or nb % n:
             raise ValueError(f"{a} and {b} have no common shape")
         shape.append(n)
         stride_a.append(sa)
@@ -101,13 +110,35 @@ def refine(a: Region, b: Region) -> tuple[tuple[int, ...], tuple[int, ...], tupl
     return tuple(reversed(shape)), tuple(reversed(stride_a)), tuple(reversed(stride_b))
 
 
-def split_pair(source: Region, dest: Region, limit: int) -> Iterator[tuple[Region, Region]]:
-    """Cut a copy of `source` into `dest` (equal numel) by rows into pieces of at most `limit` elements, in order.
+def split_pair(
+    source: Region, dest: Region, limit: int, rows: tuple[int, ...] = ()
+) -> Iterator[tuple[Region, Region]]:
+    """Cut a copy of `source` into `dest` (equal numel) into pieces of at most `limit` elements, in order.
 
-    The outermost dimension of the common shape is cut first; a row that is still too long is cut inside.
+    The outermost dimension of the common shape is cut first; what is still too long is cut inside. `rows` are
+    lengths, descending, at which a dimension that runs on over several rows of the source may be cut: the
+    strides of the full tensor. A limit below 1 counts as 1.
+
+    >>> [str(a) for a, _ in split_pair(Region((12,), (1,), 0), Region((12,), (1,), 0), 8, rows=(4,))]
+    ['[shape (4,) stride (1,) offset 0]', '[shape (8,) stride (1,) offset 4]']
     """
-    shape, stride_a, stride_b = refine(source, dest)
+    shape, stride_a, stride_b = _part_rows(*refine(source, dest), rows)
     yield from _split(shape, stride_a, stride_b, source.offset, dest.offset, max(1, limit))
+
+
+def _part_rows(
+    shape: tuple[int, ...], sa: tuple[int, ...], sb: tuple[int, ...], rows: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The same copy with every dimension that holds several whole rows taken apart into rows and row."""
+    out: list[tuple[int, int, int]] = []
+    for n, a, b in zip(shape, sa, sb, strict=True):
+        for row in rows:
+            steps = row // a if a and row % a == 0 else 0
+            if 1 < steps < n and n % steps == 0:
+                out.append((n // steps, a * steps, b * steps))
+                n = steps
+        out.append((n, a, b))
+    return tuple(n for n, _, _ in out), tuple(a for _, a, _ in out), tuple(b for _, _, b in out)
 
 
 def _split(
@@ -130,16 +161,16 @@ def _split(
 
 @frozen(slots=True)
 class Coverage:
-    """What a set of regions does to a storage of `numel` elements. Offsets are storage elements."""
+    """What a set of regions does to an extent. Offsets are storage elements."""
 
     first_gap: tuple[int, int] | None
     """Half-open range of the first run of elements that no region holds."""
     first_overlap: tuple[int, int] | None
     """Half-open range that starts at the first element held twice."""
     out_of_bounds: tuple[int, int] | None
-    """Span of the first region that leaves the storage."""
+    """Span of the first region that holds an element outside the extent."""
     missing: int
-    """Elements that no region holds."""
+    """Elements of the extent that no region holds."""
 
     @property
     def exact(self) -> bool:
@@ -147,48 +178,59 @@ class Coverage:
 
 
 def cover(extent: Region, regions: Iterable[Region]) -> Coverage:
-    """Do `regions` hold every element of `extent` exactly once? Proved by a sweep over contiguous runs, not by counting.
+    """Do `regions` hold every element of `extent` exactly once? Offsets in the answer are storage elements.
 
-    A row shard costs one interval, a column shard one interval a row. Offsets in the answer are storage elements.
+    Proved by a sweep over contiguous runs: a row shard costs one interval, a column shard one interval a row.
     """
     items = [r for r in regions if r.numel]
-    lo, hi = span(extent) if extent.numel else (0, 0)
-    out = next((span(r) for r in items if span(r)[0] < lo or span(r)[1] > hi), None)
-    intervals = sorted(run for r in items for run in runs(r))
-    wanted = list(runs(extent)) if extent.numel else []
+    wanted, _ = _merge(runs(extent)) if extent.numel else ([], None)
+    lo, hi = (wanted[0][0], wanted[-1][1]) if wanted else (0, 0)
+    held, first_overlap = _merge(run for r in items for run in runs(r))
+
+    def leaves(region: Region) -> bool:
+        first, end = span(region)
+        return (
+            first < lo or end > hi or (len(wanted) > 1 and not all(_inside(x, wanted) for x in runs(region)))
+        )
+
     first_gap: tuple[int, int] | None = None
-    first_overlap: tuple[int, int] | None = None
-    missing = 0
-    reach = lo
-    merged: list[tuple[int, int]] = []
-    for a, b in intervals:
-        if merged and a < reach:
-            first_overlap = first_overlap or (a, min(b, reach))
-        if merged and a <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], b))
-        else:
-            merged.append((a, b))
-        reach = max(reach, b)
-    k = 0
-    for a, b in wanted:
-        at = a
-        while k < len(merged) and merged[k][1] <= at:
-            k += 1
-        j = k
+    missing = k = 0
+    for at, b in wanted:
         while at < b:
-            if j < len(merged) and merged[j][0] <= at:
-                at = max(at, min(b, merged[j][1]))
-                j += 1
+            while k < len(held) and held[k][1] <= at:
+                k += 1
+            if k < len(held) and held[k][0] <= at:
+                at = held[k][1]
                 continue
-            end = min(b, merged[j][0]) if j < len(merged) else b
+            end = min(b, held[k][0]) if k < len(held) else b
             missing += end - at
             first_gap = first_gap or (at, end)
             at = end
-    return Coverage(first_gap, first_overlap, out, missing)
+    return Coverage(first_gap, first_overlap, next((span(r) for r in items if leaves(r)), None), missing)
+
+
+def _merge(ranges: Iterable[tuple[int, int]]) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:
+    """The union of half-open ranges, ascending and apart; and where the first two of them overlap."""
+    merged: list[tuple[int, int]] = []
+    first_overlap: tuple[int, int] | None = None
+    for a, b in sorted(ranges):
+        if not merged or a > merged[-1][1]:
+            merged.append((a, b))
+            continue
+        reach = merged[-1][1]
+        if a < reach and first_overlap is None:
+            first_overlap = (a, min(b, reach))
+        merged[-1] = (merged[-1][0], max(b, reach))
+    return merged, first_overlap
+
+
+def _inside(run: tuple[int, int], merged: list[tuple[int, int]]) -> bool:
+    k = bisect(merged, (run[0], inf)) - 1
+    return k >= 0 and run[1] <= merged[k][1]
 
 
 def runs(region: Region) -> Iterator[tuple[int, int]]:
-    """The contiguous runs of a region as half-open storage ranges, in logical order. A stride-0 dimension repeats runs."""
+    """Contiguous runs of a region, half-open storage ranges in logical order. A stride of 0 repeats runs."""
     shape, stride = region.shape, region.stride
     if shape and stride[-1] == 1:
         length, outer = shape[-1], len(shape) - 1

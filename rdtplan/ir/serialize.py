@@ -1,8 +1,9 @@
 """attrs classes to JSON-ready values and back: the one place where cattrs and orjson are set up.
 
-Canonical bytes are orjson with sorted keys and no white space; the same value gives the same bytes on any machine. Reading is
-strict: an int column holds ints and nothing that merely converts to one, unknown fields are ignored (a newer minor version
-may have added them), a missing or ill-typed field is refused with its path.
+Canonical bytes are orjson with sorted keys and no white space; the same value gives the same bytes on any
+machine. Reading is strict: an int column holds ints and nothing that merely converts to one, unknown fields
+are ignored (a newer minor version may have added them), a missing or ill-typed field is refused with its
+path.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeVar, cast
 import attrs
 import cattrs
 import orjson
+from cattrs import AttributeValidationNote, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 from rdtplan.errors import PlanFormatError
@@ -21,8 +23,8 @@ from rdtplan.errors import PlanFormatError
 T = TypeVar("T")
 PART = "$part"
 
-Store = Callable[[Any, Any], int]
-"""(value, its type) -> index of the part that now holds it."""
+Store = Callable[[str, Any, Any], int]
+"""(name of the field, value, its type) -> index of the part that now holds it."""
 Fetch = Callable[[int, Any], Any]
 """(index of a part, type to read it as) -> value."""
 
@@ -50,8 +52,8 @@ def _float_in(value: Any, _: Any) -> float:
 
 
 def _float_out(value: float) -> float | str:
-    """JSON has no infinities; a loader may fill with them."""
-    return value if math.isfinite(value) else str(value)
+    """JSON has no infinities; a loader may fill with them. An int in a float's place is the same number."""
+    return float(value) if math.isfinite(value) else str(float(value))
 
 
 def _ints_in(value: Any, _: Any) -> tuple[int, ...]:
@@ -74,8 +76,9 @@ def make_converter(
 ) -> cattrs.Converter:
     """A converter for the plan's classes.
 
-    With `store` (or `fetch`), fields marked as shared go to parts of their own and are referred to as `{"$part": index}`;
-    without, values are nested in full. `detailed` makes errors carry the path of the bad field, at some cost.
+    With `store` (or `fetch`), fields marked as shared go to parts of their own and are referred to as
+    `{"$part": index}`; without, values are nested in full. `detailed` makes errors carry the path of the bad
+    field, at some cost.
     """
     converter = cattrs.Converter(detailed_validation=detailed)
     for basic in (int, str, bool):
@@ -88,10 +91,10 @@ def make_converter(
         lambda t: t in (tuple[int, ...], tuple[str, ...]), lambda column: list(column)
     )
 
-    def in_part(t: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+    def in_part(name: str, t: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
         def out(value: Any) -> Any:
             assert store is not None
-            return {PART: store(value, t)}
+            return {PART: store(name, value, t)}
 
         def back(value: Any, _: Any) -> Any:
             if type(value) is not dict or type(value.get(PART)) is not int:
@@ -101,17 +104,24 @@ def make_converter(
 
         return out, back
 
+    def in_parts(name: str, item: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+        out, back = in_part(name, item)
+
+        def back_each(values: Any, _: Any) -> Any:
+            if type(values) is not list:
+                raise TypeError(f"expected an array of references to parts, found {str(values)[:60]!r}")
+            return tuple(back(v, None) for v in values)
+
+        return lambda values: [out(v) for v in values], back_each
+
     def overrides(cls: type) -> dict[str, Any]:
         attrs.resolve_types(cls)
         found: dict[str, Any] = {}
         for a in attrs.fields(cls):
             if a.metadata.get("shared"):
-                out, back = in_part(a.type)
+                out, back = in_part(a.name, a.type)
             elif a.metadata.get("parts"):
-                item = a.type.__args__[0]
-                out_one, back_one = in_part(item)
-                out = lambda values, f=out_one: [f(v) for v in values]  # noqa: E731
-                back = lambda values, _, f=back_one: tuple(f(v, None) for v in values)  # noqa: E731
+                out, back = in_parts(a.name, a.type.__args__[0])
             else:
                 continue
             found[a.name] = override(unstruct_hook=out, struct_hook=back)
@@ -123,7 +133,9 @@ def make_converter(
 
     def structure_factory(cls: type) -> Callable[[Any, Any], Any]:
         special = overrides(cls) if fetch else {}
-        make = make_dict_structure_fn(cls, converter, _cattrs_detailed_validation=detailed, **special)
+        make: Callable[[Any, Any], Any] = make_dict_structure_fn(
+            cls, converter, _cattrs_detailed_validation=detailed, **special
+        )
 
         def structure(value: Any, t: Any) -> Any:
             if type(value) is not dict:
@@ -140,7 +152,7 @@ def make_converter(
 def read(value: Any, cls: type[T], path: str) -> T:
     """Structure a plain nested value; PlanFormatError with the path of the first bad field."""
     try:
-        return cast(T, make_converter(detailed=True).structure(value, cls))
+        return make_converter(detailed=True).structure(value, cls)
     except Exception as error:
         raise PlanFormatError(f"{path}{first_reason(error, cls.__name__)}", code="RDT404") from None
 
@@ -151,10 +163,12 @@ def first_reason(error: BaseException, class_name: str) -> str:
     while isinstance(error, BaseExceptionGroup):
         inner = error.exceptions[0]
         for note in getattr(inner, "__notes__", ()):
-            name, index = getattr(note, "name", None), getattr(note, "index", None)
-            path += f"[{index}]" if index is not None else f".{name}" if name else ""
+            if isinstance(note, AttributeValidationNote):
+                path += f".{note.name}"
+            elif isinstance(note, IterableValidationNote):
+                path += f"[{note.index}]"
         error = inner
     if isinstance(error, KeyError):
-        return f"{path}: required field {error.args[0]!r} is missing"
+        return f"{path}: required field is missing"
     reason = str(error) or type(error).__name__
     return f"{path}: {reason}" if path else f": {class_name}: {reason}"

@@ -1,4 +1,4 @@
-"""The two fleets and how they talk: trainer layout, inference topology, target platform, transfer settings."""
+"""The two fleets and how they talk: trainer layout, inference topology, transfer settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Position:
 
 
 def worker_index(topology: InferenceTopology, position: Position) -> int:
-    """Index of a worker in its replica: `dp * (TP * PP) + rank` with `rank = pp * TP + tp`, as vLLM numbers workers."""
+    """Index of a worker in its replica, as vLLM numbers them: `dp * (TP * PP) + pp * TP + tp`."""
     tp, pp = topology.tensor_parallel, topology.pipeline_parallel
     return position.dp * tp * pp + position.pp * tp + position.tp
 

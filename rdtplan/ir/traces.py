@@ -1,4 +1,4 @@
-"""What a dry run leaves behind: the worker's parameters and every write its loaders made, as plain columns."""
+"""What a dry run leaves behind: a worker's parameters and every write its loaders made, as plain columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rdtplan.ir.topology import Position
 
 @frozen(slots=True)
 class Parameters:
-    """Parameters and buffers of one worker, in checkpoint format (before any post-load processing). One row a storage."""
+    """Parameters and buffers of one worker in checkpoint format (before post-processing), a row a storage."""
 
     names: tuple[str, ...]
     """Full dotted name, the first under which the storage is found."""
@@ -59,7 +59,7 @@ class Fills:
     regions: Ints
     values: tuple[float, ...]
     before: Ints
-    """1 when no fetch into the parameter was recorded before, so that running the fill first keeps the loader's order."""
+    """1 when no fetch into the parameter was recorded before: running the fill first keeps the order."""
     loaders: Ints
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Module lifetime: a leaf module is materialized on its first chunk and completed on its last.
 
-A fused `qkv_proj` whose three sources arrive in chunks 4 and 5 has lifetime (4, 5). Fixed here, by construction, so that
-the runtime keeps no counters that could drift.
+A fused `qkv_proj` whose three sources arrive in chunks 4 and 5 has lifetime (4, 5). Fixed here, by
+construction, so that the runtime keeps no counters that could drift.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from rdtplan.passes.draft import Draft
 
 
 def classify_owners(draft: Draft) -> Draft:
-    """Number the owner sets; PlanError RDT301 for an ownerless name, RDT302 for a rank that does not exist."""
+    """Number the owner sets; PlanError RDT301 for an ownerless name, RDT302 for an unknown rank."""
     ids: dict[Ints, int] = {}
     column: list[int] = []
     for name, owners in zip(draft.manifest.names, draft.owners, strict=True):
@@ -27,7 +27,8 @@ def classify_owners(draft: Draft) -> Draft:
             )
         if owners[0] < 0 or owners[-1] >= draft.trainer_ranks:
             raise PlanError(
-                f"{name!r} is owned by ranks {list(owners)}, but the trainer has ranks 0 to {draft.trainer_ranks - 1}",
+                f"{name!r} is owned by ranks {list(owners)}, but the trainer has ranks 0 to "
+                f"{draft.trainer_ranks - 1}",
                 fix="raise --trainer-ranks or mend the owners file",
                 code="RDT302",
             )

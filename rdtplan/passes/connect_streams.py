@@ -1,40 +1,49 @@
 """Stage streams: chunks that depend on each other's producers, and so on each other's free signals.
 
-Producers are connected when they co-own names in one gather group (they gather and free it together); streams are the
-connected components, numbered by the first group that needs them. With a pipeline-parallel trainer of two stages, (0, 1) for
-the first half of the layers and (2, 3) for the second, there are two streams, and they may be pulled concurrently. A leaf
-module whose scatters fall into two streams would be completed by a race, and is refused.
+Producers are connected when they co-own names in one gather group (they gather and free it together); streams
+are the connected components, numbered by the first group that needs them. With a pipeline-parallel trainer of
+two stages, (0, 1) for the first half of the layers and (2, 3) for the second, there are two streams, and they
+may be pulled concurrently. A leaf module whose scatters fall into two streams would be completed by a race,
+and is refused.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import networkx as nx
 from attrs import evolve
 
 from rdtplan.errors import PlanError
+from rdtplan.ir.manifest import Ints
+from rdtplan.ir.plan import GatherGroup
+from rdtplan.ir.topology import Ownership
 from rdtplan.passes.draft import Draft, ProgramDraft
 
 
 def connect_streams(draft: Draft) -> Draft:
     """Number the streams and set every chunk's; PlanError RDT303 when a module straddles two."""
     assert draft.ownership is not None
-    graph: nx.Graph[int] = nx.Graph()
-    graph.add_nodes_from(range(draft.trainer_ranks))
-    owners_of_group: list[list[int]] = []
-    for group in draft.groups:
-        members = range(group.first, group.first + group.count)
-        classes = {draft.ownership.class_of[k] for k in members}
-        ranks = sorted({r for c in classes for r in draft.ownership.classes[c]})
-        owners_of_group.append(ranks)
-        nx.add_path(graph, ranks)
-    component = {rank: i for i, ranks in enumerate(nx.connected_components(graph)) for rank in ranks}
-    numbers: dict[int, int] = {}
-    component_of = tuple(numbers.setdefault(component[ranks[0]], len(numbers)) for ranks in owners_of_group)
+    component_of = number_streams(draft.ownership, draft.groups)
     return evolve(
         draft,
         component_of=component_of,
         programs=tuple(_set_streams(draft, p, component_of) for p in draft.programs),
     )
+
+
+def number_streams(ownership: Ownership, groups: Sequence[GatherGroup]) -> Ints:
+    """The stream of every gather group."""
+    graph: nx.Graph[int] = nx.Graph()
+    owners_of_group: list[list[int]] = []
+    for group in groups:
+        classes = set(ownership.class_of[group.first : group.first + group.count])
+        ranks = sorted({r for c in classes for r in ownership.classes[c]})
+        owners_of_group.append(ranks)
+        nx.add_path(graph, ranks)
+    component = {rank: i for i, ranks in enumerate(nx.connected_components(graph)) for rank in ranks}
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(component[ranks[0]], len(numbers)) for ranks in owners_of_group)
 
 
 def _set_streams(draft: Draft, program: ProgramDraft, component_of: tuple[int, ...]) -> ProgramDraft:

@@ -1,8 +1,8 @@
 """Memory: what the plan will allocate, to the byte, before anything runs.
 
 A receive slot is the largest packed chunk (or the presize floor) rounded up to 256 MiB; a consumer allocates
-`min(S, streams) * K` of them. A producer keeps K serve slots for every distinct consumer plan it serves (replicas that run
-the same plan share) and at most `gather_lookahead + 1` of its groups.
+`min(S, streams) * K` of them. A producer keeps K serve slots for every distinct consumer plan it serves
+(replicas that run the same plan share) and at most `gather_lookahead + 1` of its groups.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def forecast_memory(draft: Draft) -> Draft:
         for producer in draft.producers
     )
     resident = tuple(
-        (settings.gather_lookahead + 1) * max(producer.group_nbytes, default=0) for producer in draft.producers
+        (settings.gather_lookahead + 1) * max(producer.group_nbytes, default=0)
+        for producer in draft.producers
     )
     return evolve(draft, memory=MemoryForecast(slot, pool * topology.replicas, rings, resident))

@@ -9,9 +9,9 @@ A name is keyed on its *outermost* index segment, so that a mixture-of-experts l
 >>> group_key("model.norm.weight") is None
 True
 
-Runs of un-indexed names (embeddings; final norm and head) are groups of their own. Names that share a key must be
-contiguous; where they are not, the manifest is reordered (every later name joins its layer's first appearance) and a note
-says so, because the trainer then gathers in plan order.
+Runs of un-indexed names (embeddings; final norm and head) are groups of their own. Names that share a key
+must be contiguous; where they are not, the manifest is reordered (every later name joins its layer's first
+appearance) and a note says so, because the trainer then gathers in plan order.
 """
 
 from __future__ import annotations

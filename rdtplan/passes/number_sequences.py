@@ -1,7 +1,7 @@
 """Sequence numbers: `seq` counts the chunks that one consumer pulls from one producer, in issue order.
 
-Producers (0, 1, 0, 0) give seq (0, 0, 1, 2). It selects the producer's serve slot (`seq % K`), so slots are reused in issue
-order and never in execution order.
+Producers (0, 1, 0, 0) give seq (0, 0, 1, 2). It selects the producer's serve slot (`seq % K`), so slots are
+reused in issue order and never in execution order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chunks: what one pull carries, and where each slice lies in it.
 
-Per gather group, one chunk for each owner class that the worker pulls from, classes ascending. FetchKeys are deduplicated in
-record order and laid one after another, each at the next multiple of 16 bytes:
+Per gather group, one chunk for each owner class that the worker pulls from, classes ascending. FetchKeys are
+deduplicated in record order and laid one after another, each at the next multiple of 16 bytes:
 
 >>> layout([10, 32, 4])
 ((0, 16, 48), 52)
@@ -31,9 +31,10 @@ def layout(sizes: list[int]) -> tuple[Ints, int]:
 
 
 def partition(sizes: list[int], limit: int) -> list[int]:
-    """Split a run of slices into chunks of at most `limit` packed bytes each; returns the end index of every chunk.
+    """Split a run of slices into chunks of at most `limit` packed bytes (0: no limit); the end index of each.
 
-    Sizes stay near the mean: the run is dealt at `total / ceil(total / limit)`, never above the limit. 0 means no limit.
+    Sizes stay near the mean: the run is dealt at `total / ceil(total / limit)`, never above the limit, but
+    for a slice that alone is above it: it is a chunk of its own.
 
     >>> partition([40, 40, 40, 40], 100)
     [2, 4]

@@ -1,8 +1,8 @@
 """Routing: which owner serves each chunk to each worker.
 
-Worker c of a deployment C workers wide binds the owners [c*P//C, (c+1)*P//C) of the P in a class when P >= C, else owner
-c*P//C. Within that block the gather group index rotates, so a worker spreads its groups over its block and a chunk still
-has one producer:
+Worker c of a deployment C workers wide binds the owners [c*P//C, (c+1)*P//C) of the P in a class when P >= C,
+else owner c*P//C. Within that block the gather group index rotates, so a worker spreads its groups over its
+block and a chunk still has one producer:
 
 >>> [producer_index(c, 2, 4, group) for c in (0, 1) for group in (0, 1)]
 [0, 1, 2, 3]

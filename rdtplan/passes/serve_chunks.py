@@ -1,7 +1,7 @@
 """Producer plans: the consumer plans read from the other end.
 
-A producer owns part of some gather groups, waits for one free signal from every consumer for each, and serves each consumer
-its chunks by sequence number.
+A producer owns part of some gather groups, waits for one free signal from every consumer for each, and serves
+each consumer its chunks by sequence number.
 """
 
 from __future__ import annotations

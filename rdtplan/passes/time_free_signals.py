@@ -1,7 +1,7 @@
 """Free signals: when a consumer tells every owner of a gather group that it is done with it.
 
-With the group's last chunk on this consumer, or at sync start (-1) when it pulls nothing of the group. Exactly one signal a
-group and owner, so a group with N live consumers is freed by its N-th signal.
+With the group's last chunk on this consumer, or at sync start (-1) when it pulls nothing of the group.
+Exactly one signal a group and owner, so a group with N live consumers is freed by its N-th signal.
 """
 
 from __future__ import annotations

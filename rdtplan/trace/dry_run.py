@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
@@ -19,7 +20,7 @@ from rdtplan.ir.topology import InferenceTopology, Position, positions
 from rdtplan.ir.traces import Fetches, Fills, RankTrace
 from rdtplan.trace.model import build_model, engine_config, model_identity
 from rdtplan.trace.ranks import simulated_rank
-from rdtplan.trace.recorder import Recorder
+from rdtplan.trace.recorder import Recorder, is_machinery, place
 from rdtplan.trace.watch import Watched, dtype_name
 
 
@@ -34,12 +35,16 @@ def meta_sources(manifest: Manifest) -> list[torch.Tensor]:
 
 
 def trace_model(
-    model: torch.nn.Module, manifest: Manifest, position: Position, *, sources: Sequence[torch.Tensor] | None = None
+    model: torch.nn.Module,
+    manifest: Manifest,
+    position: Position,
+    *,
+    sources: Sequence[torch.Tensor] | None = None,
 ) -> RankTrace:
     """Run `model.load_weights` on stand-ins for every source name and return what it would have written.
 
-    The model is left exactly as it was: writes are recorded and not executed. TraceError when a loader needs data, writes
-    something that is no slice of a source, or fails.
+    The model is left exactly as it was: writes are recorded and not executed. TraceError when a loader
+    needs data, writes something that is no slice of a source, or fails.
     """
     sources = meta_sources(manifest) if sources is None else sources
     watched = Watched(model)
@@ -55,13 +60,18 @@ def trace_model(
     try:
         with recorder:
             model.load_weights(weights())  # type: ignore[operator]
+        if recorder.refused is not None:  # the loader caught it
+            raise recorder.refused
+        _check_model_kept(model, watched, recorder)
     except RdtError:
         raise
     except Exception as error:
-        raise TraceError(
-            f"load_weights of {type(model).__name__} failed at source name {recorder.current!r}: "
-            f"{type(error).__name__}: {(str(error) or repr(error)).splitlines()[0][:300]}",
-            fix="the manifest must name what a checkpoint of this architecture holds; compare it with the model's config",
+        raise recorder.refused or TraceError(
+            f"load_weights of {type(model).__name__} failed at source name {recorder.current!r} "
+            f"in {_raised_in(error)}: {type(error).__name__}: "
+            f"{(str(error) or repr(error)).splitlines()[0][:300]}",
+            fix="the manifest must name what a checkpoint of this architecture holds; "
+            "compare it with the model's config",
             code="RDT207",
         ) from error
     finally:
@@ -70,6 +80,40 @@ def trace_model(
         for tensor in sources:
             tensor.__dict__.clear()
     return _to_trace(recorder, watched, position)
+
+
+def _raised_in(error: Exception) -> str:
+    """The innermost loader code of a traceback."""
+    found = "unknown code"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if not is_machinery(frame.f_code) and frame.f_code.co_filename != __file__:
+            found = place(frame.f_code, line)
+    return found
+
+
+def _check_model_kept(model: torch.nn.Module, watched: Watched, recorder: Recorder) -> None:
+    """The plan writes into the tensors that the model had. TraceError when a loader replaced them, or keeps
+    sources where no plan would put them."""
+    loader = f"load_weights of {type(model).__name__}"
+    before, after = watched.placed(), Watched(model).placed()
+    for name in (*before, *after):
+        if before.get(name) != after.get(name):
+            kept = "replaces the memory of" if name in after else "removes"
+            raise TraceError(
+                f"{loader} {kept if name in before else 'adds'} {name!r}",
+                fix="this loader cannot be compiled yet; load this model by a full broadcast",
+                code="RDT205",
+            )
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            words = recorder.kept(value) if isinstance(value, torch.Tensor) else None
+            if words is not None:
+                raise TraceError(
+                    f"{loader} keeps source data in {f'{path}.{name}'.lstrip('.')}, which is neither "
+                    f"a parameter nor a buffer\n  chain: {words}",
+                    fix="this loader cannot be compiled yet; load this model by a full broadcast",
+                    code="RDT208",
+                )
 
 
 def _to_trace(recorder: Recorder, watched: Watched, position: Position) -> RankTrace:
@@ -120,13 +164,17 @@ def trace_fleet(
 ) -> tuple[tuple[RankTrace, ...], tuple[int, ...], ModelIdentity]:
     """Trace every distinct position of one replica: (distinct traces, worker index -> trace, model identity).
 
-    Data-parallel ranks of a dense model are copies and traced once; of a mixture of experts each is traced, since vLLM
-    spreads experts over them. Work is spread over `jobs` forked processes (default: the cores, at most 4), after vLLM was
-    imported once. `progress(done, total)` is called as traces arrive.
+    Data-parallel ranks of a dense model are copies and traced once; of a mixture of experts each is traced,
+    since vLLM spreads experts over them. Work is spread over `jobs` forked processes (default: the cores,
+    at most 4), after vLLM was imported once. `progress(done, total)` is called as traces arrive.
     """
     all_positions = positions(request.topology)
     first = engine_config(
-        request.config_dir, request.topology, all_positions[0], dtype=request.dtype, quantization=request.quantization
+        request.config_dir,
+        request.topology,
+        all_positions[0],
+        dtype=request.dtype,
+        quantization=request.quantization,
     )
     spread = request.topology.data_parallel > 1 and not first.model_config.is_moe
     wanted = [p for p in all_positions if not (spread and p.dp)]
@@ -176,6 +224,7 @@ def _one_thread(request: TraceRequest) -> None:
     global _request
     _request = request
     torch.set_num_threads(1)
+    gc.disable()  # a child lives for a few traces, and what vLLM imported is much to walk
 
 
 def _trace_in_child(position: Position) -> tuple[RankTrace, ModelIdentity]:

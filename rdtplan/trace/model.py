@@ -1,4 +1,4 @@
-"""The vLLM model of one rank, built from a Hugging Face config directory: on meta for a dry run, or on CPU for real."""
+"""The vLLM model of one rank, built from a Hugging Face config directory: on meta or for real."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _QUIET = {
 
 
 def import_vllm() -> None:
-    """Import vLLM for offline use: no network, no usage report, no chatter. InputError when it is not installed."""
+    """Import vLLM for offline use: no network, no usage report, no chatter. InputError without vLLM."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     try:
@@ -53,7 +53,9 @@ def read_config(config_dir: str | os.PathLike[str]) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read: {error}", code="RDT101") from None
     if not isinstance(config, dict) or not config.get("architectures"):
         raise InputError(
-            f"{path} names no architecture", fix="add an 'architectures' entry as transformers writes it", code="RDT101"
+            f"{path} names no architecture",
+            fix="add an 'architectures' entry as transformers writes it",
+            code="RDT101",
         )
     return config
 
@@ -110,7 +112,7 @@ def engine_config(
 
 
 def _register_directly(architectures: list[str]) -> None:
-    """Let vLLM's registry inspect the model class in this process; by default it starts another Python for it."""
+    """Let vLLM's registry inspect the model class in this process; by default it starts another Python."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for arch in architectures:
@@ -124,7 +126,11 @@ def _register_directly(architectures: list[str]) -> None:
 
 def _reason(error: BaseException) -> str:
     text = str(error).strip()
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("For further")]
+    lines = [
+        line.strip()
+        for line in text.splitlines()
+        if line.strip() and not line.strip().startswith("For further")
+    ]
     return " ".join(lines)[:400] or type(error).__name__
 
 
@@ -141,7 +147,7 @@ def model_identity(config_dir: str | os.PathLike[str], vllm_config: Any) -> Mode
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """`torch.empty` without a device gives meta memory: parameters are made by it, tables that need data are not."""
+    """`torch.empty` without a device gives meta memory: it makes parameters, and no table that needs data."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -153,8 +159,8 @@ class _EmptyOnMeta(TorchFunctionMode):
 def build_model(vllm_config: Any, *, meta: bool) -> torch.nn.Module:
     """The model of the current (simulated) rank, in checkpoint format: loaders attached, nothing loaded.
 
-    With `meta`, every parameter is a meta tensor and costs no memory; buffers keep their data, which loaders may read.
-    TraceError when vLLM cannot build it.
+    With `meta`, every parameter is a meta tensor and costs no memory; buffers keep their data, which
+    loaders may read. TraceError when vLLM cannot build it.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model

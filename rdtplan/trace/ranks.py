@@ -1,12 +1,14 @@
 """Simulated ranks: any rank of any TP/PP/EP/DP layout in one process, with no process group.
 
-vLLM's own `initialize_model_parallel` decides which ranks form which group; only the group objects are replaced, by
-coordinators that know their ranks and refuse to communicate. So the layout rules are vLLM's, of whichever version runs.
+vLLM's own `initialize_model_parallel` decides which ranks form which group; only the group objects are
+replaced, by coordinators that know their ranks and refuse to communicate. So the layout rules are vLLM's,
+of whichever version runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -17,8 +19,15 @@ from rdtplan.errors import TraceError
 from rdtplan.ir.topology import InferenceTopology, Position
 
 _GROUPS = (
-    "_WORLD _INNER_DP_WORLD _TP _ETP _ENGRAM_DP _DCP _PCP _PP _DP _EP _EPLB _NODE_COUNT".split()
+    *("_WORLD", "_INNER_DP_WORLD", "_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB"),
+    "_NODE_COUNT",
 )
+_CACHES = (
+    ("vllm.model_executor.models.utils", "_model_to_pp_missing_layer_names"),
+    ("vllm.model_executor.layers.rotary_embedding", "_ROPE_DICT"),
+)
+"""vLLM's caches that take a process for one rank of one model. The first is keyed by `id(model)`, which the
+next model may get again; the second hands out modules that other models already hold."""
 
 
 class SilentGroup:
@@ -41,6 +50,17 @@ def global_rank(topology: InferenceTopology, position: Position) -> int:
 
 
 @contextlib.contextmanager
+def _fresh_caches() -> Iterator[None]:
+    """Empty caches inside, the old content again outside."""
+    with contextlib.ExitStack() as stack:
+        for module, name in _CACHES:
+            cache = getattr(importlib.import_module(module), name, None)
+            if cache is not None:
+                stack.enter_context(mock.patch.dict(cache, clear=True))
+        yield
+
+
+@contextlib.contextmanager
 def simulated_rank(vllm_config: Any, topology: InferenceTopology, position: Position) -> Iterator[None]:
     """vLLM's parallel state as the worker at `position` sees it; restored on exit, whatever happens.
 
@@ -50,7 +70,9 @@ def simulated_rank(vllm_config: Any, topology: InferenceTopology, position: Posi
     from vllm.distributed import parallel_state as ps
 
     if ps.model_parallel_is_initialized():
-        raise TraceError("this process is a live vLLM worker: a rank cannot be simulated in it", code="RDT210")
+        raise TraceError(
+            "this process is a live vLLM worker: a rank cannot be simulated in it", code="RDT210"
+        )
     rank, world = global_rank(topology, position), topology.workers_per_replica
 
     def coordinator(ranks: list[int], name: str) -> Any:
@@ -98,7 +120,8 @@ def simulated_rank(vllm_config: Any, topology: InferenceTopology, position: Posi
             set_current_vllm_config(vllm_config),
         ):
             ps.initialize_model_parallel(topology.tensor_parallel, topology.pipeline_parallel)
-        yield
+        with _fresh_caches():
+            yield
     finally:
         for name, value in saved.items():
             setattr(ps, name, value)

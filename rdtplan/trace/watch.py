@@ -10,8 +10,8 @@ from rdtplan.ir.traces import Parameters
 class Watched:
     """All memory that a loader may write, found by storage so that any view of it is recognised.
 
-    Row k describes one storage range; tied and aliased tensors share a row. Parameters come first, in model order, then
-    buffers. `tensors[k]` is the tensor itself.
+    Row k describes one storage range; tied and aliased tensors share a row. Parameters come first, in model
+    order, then buffers. `tensors[k]` is the tensor itself.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -24,6 +24,8 @@ class Watched:
         """Storage offset of the tensor, elements; regions are relative to it."""
         self.kinds: list[str] = []
         self.aliases: list[list[str]] = []
+        self._storages: list[torch.UntypedStorage] = []
+        """Held, so that no other storage can get the same address."""
         self._of_storage: dict[int, list[tuple[int, int, int]]] = {}
         module_ids: dict[str, int] = {}
         for kind, found in (
@@ -38,7 +40,8 @@ class Watched:
         size = tensor.element_size()
         lo = tensor.storage_offset() * size
         hi = lo + _span(tensor) * size
-        rows = self._of_storage.setdefault(tensor.untyped_storage()._cdata, [])
+        storage = tensor.untyped_storage()
+        rows = self._of_storage.setdefault(storage._cdata, [])
         for a, b, row in rows:
             if a == lo and b == hi:
                 self.aliases[row].append(name)
@@ -47,6 +50,7 @@ class Watched:
         self.names.append(name)
         self.modules.append(module_ids.setdefault(name.rpartition(".")[0], len(module_ids)))
         self.tensors.append(tensor)
+        self._storages.append(storage)
         self.dtypes.append(tensor.dtype)
         self.offsets.append(tensor.storage_offset())
         self.kinds.append(kind)
@@ -62,11 +66,16 @@ class Watched:
         at = t.storage_offset() * t.element_size()
         return next((row for lo, hi, row in rows if lo <= at < hi), None)
 
+    def placed(self) -> dict[str, tuple[int, int]]:
+        """Name -> (storage, storage offset): the same before and after a load that replaces no memory."""
+        places = zip(self._storages, self.offsets, strict=True)
+        return {name: (storage._cdata, at) for name, (storage, at) in zip(self.names, places, strict=True)}
+
     def table(self, touched: set[int]) -> tuple[Parameters, tuple[str, ...], dict[int, int]]:
         """(columns, names of buffers left out, row -> column index).
 
-        A buffer that no loader writes is the model's own affair (a rotary table, say); it is named, and kept out of the
-        geometry that a live model is held to.
+        A buffer that no loader writes is the model's own affair (a rotary table, say); it is named, and
+        kept out of the geometry that a live model is held to.
         """
         keep = [k for k, kind in enumerate(self.kinds) if kind == "parameter" or k in touched]
         left_out = tuple(self.names[k] for k in range(len(self.names)) if k not in set(keep))

