@@ -1,7 +1,8 @@
 """The consumer: one worker's end of a sync. Pulls by the lane scheduler, scatters behind it, signals frees, counts.
 
-A sync succeeds only when every planned chunk was scattered and completed and every free signal was sent. After a failure the
-parameters are partly new and partly old; the consumer says so, tells the producers, and refuses further syncs.
+A sync succeeds only when every planned chunk was scattered and completed and every free signal was sent. After a
+failure the parameters are partly new and partly old; the consumer says so, tells the producers, and refuses further
+syncs.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from multiprocessing.connection import wait
 
 from attrs import frozen
 
-from rdtplan.errors import RdtError, TransferError
 from rdtexec import schedule
 from rdtexec.control import Address, Link, Message, dial
 from rdtexec.destination import Destination
 from rdtexec.plans import WorkerPlan
 from rdtexec.pool import ReceivePool, Slot
 from rdtexec.producer import PROTOCOL
-from rdtexec.scatter import ModuleHooks, ScatterJob, Scatterer
+from rdtexec.scatter import ModuleHooks, Scatterer, ScatterJob
 from rdtexec.schedule import Pull
 from rdtexec.transport.base import ConsumerTransport
+from rdtplan.errors import RdtError, TransferError
 
 CONNECT_TIMEOUT_S = 60.0
 GRACE = 1.25
@@ -104,9 +105,7 @@ class Consumer:
         if transport.needs_slots:
             self._pool = ReceivePool(self._lanes, self._slots, plan.slot_nbytes, destination.device)
         self._links: dict[int, Link] = {}
-        self._scatterer = Scatterer(
-            destination.device, _FillThenHooks(hooks or NoHooks(), destination)
-        )
+        self._scatterer = Scatterer(destination.device, _FillThenHooks(hooks or NoHooks(), destination))
         self._syncs = 0
         self._failed = ""
         self._closed = False
@@ -141,7 +140,8 @@ class Consumer:
             answer = self._links[rank].receive(timeout_s)
             if answer is None:
                 raise TransferError(
-                    f"producer {rank} accepted the connection of consumer {self._me} but did not answer in {timeout_s:.0f} s",
+                    f"producer {rank} accepted the connection of consumer {self._me} "
+                    f"but did not answer in {timeout_s:.0f} s",
                     fix="look whether that producer is stopped",
                     code="RDT602",
                 )

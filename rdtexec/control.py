@@ -1,7 +1,7 @@
 """Control messages between one consumer and one producer: small JSON objects over a stream socket.
 
-Data never travels here; a message names a chunk or a gather group of the sealed plan and nothing per slice. A closed peer is
-seen at once (TransferError RDT601); a stopped one fills the socket, so sends have a deadline of their own.
+Data never travels here; a message names a chunk or a gather group of the sealed plan and nothing per slice. A closed
+peer is seen at once (TransferError RDT601); a stopped one fills the socket, so sends have a deadline of their own.
 """
 
 from __future__ import annotations

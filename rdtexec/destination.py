@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from rdtexec.plans import chunk_scatters
 from rdtplan.errors import PlanMismatch
 from rdtplan.ir.digests import geometry_digest, geometry_rows
 from rdtplan.ir.plan import Program
 from rdtplan.ir.regions import Region, refine
 from rdtplan.trace.watch import Watched
-from rdtexec.plans import chunk_scatters
 
 _COLUMNS = ("name", "kind", "dtype", "shape", "stride", "aliases")
 
@@ -122,5 +122,7 @@ def _name_difference(planned: list[list[object]], live: list[list[object]]) -> N
 
 def _mismatch(what: str) -> PlanMismatch:
     return PlanMismatch(
-        what, fix="compile the plan with the config, vLLM version and engine arguments that this worker runs", code="RDT501"
+        what,
+        fix="compile the plan with the config, vLLM version and engine arguments that this worker runs",
+        code="RDT501",
     )

@@ -1,6 +1,7 @@
 """Plans as the runtime holds them: one worker's or one trainer rank's part, verified, with nothing of the others.
 
-Loading refuses a plan that is damaged (PlanFormatError), impossible (PlanError), or meant for another place (PlanMismatch).
+Loading refuses a plan that is damaged (PlanFormatError), impossible (PlanError), or meant for another place
+(PlanMismatch).
 """
 
 from __future__ import annotations
@@ -142,16 +143,11 @@ def load_trainer(path: str | os.PathLike[str], rank: int) -> TrainerPlan:
             if id(consumer.program) not in seen:
                 seen.add(id(consumer.program))
                 where = f"consumers[{serving.consumer_id}].program"
-                findings += check_program(
-                    consumer.program, manifest, len(groups), len(ownership.classes), where
-                )
+                findings += check_program(consumer.program, manifest, len(groups), len(ownership.classes), where)
             if not findings:
                 where = f"consumers[{serving.consumer_id}]"
                 findings += check_routing(consumer.program, consumer.routing, manifest, ownership, where)
-        refuse(
-            findings
-            or check_producer(producer, consumers.values(), topology.workers, manifest, ownership, groups)
-        )
+        refuse(findings or check_producer(producer, consumers.values(), topology.workers, manifest, ownership, groups))
         return TrainerPlan(
             digest=file.digest,
             producer=producer,
@@ -175,9 +171,7 @@ def check_live_manifest(plan: TrainerPlan, source: Any) -> None:
         planned = (plan.manifest.dtype(k), plan.manifest.shape(k))
         actual = None if entry is None else (entry.dtype, entry.shape)
         if actual != planned:
-            found = (
-                "the trainer does not have it" if entry is None else f"trainer {entry.dtype} {entry.shape}"
-            )
+            found = "the trainer does not have it" if entry is None else f"trainer {entry.dtype} {entry.shape}"
             raise PlanMismatch(
                 f"source name {name!r}: plan {planned[0]} {planned[1]}, {found}",
                 fix="compile the plan from this trainer's manifest",

@@ -1,8 +1,8 @@
 """The producer: gathers group by group in plan order, publishes, serves pulls, and frees when the last signal came.
 
-Two threads share one lock. The caller's thread runs `sync`: it gathers (which may be a collective), publishes, and waits for
-credit. The control thread owns the sockets: it accepts consumers, takes their pulls and free signals, packs and answers. All
-decisions are in `ServeState`; this file only carries them out.
+Two threads share one lock. The caller's thread runs `sync`: it gathers (which may be a collective), publishes, and
+waits for credit. The control thread owns the sockets: it accepts consumers, takes their pulls and free signals, packs
+and answers. All decisions are in `ServeState`; this file only carries them out.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Protocol
 import torch
 from attrs import frozen
 
-from rdtplan.errors import RdtError, TransferError
 from rdtexec.control import Address, Link, Message, listen
 from rdtexec.plans import TrainerPlan
 from rdtexec.serving import ServeState
 from rdtexec.transport.base import ProducerTransport
+from rdtplan.errors import RdtError, TransferError
 
 PROTOCOL = 1
 
@@ -296,10 +296,8 @@ class Producer:
         }
         for field, value in expected.items():
             if message.get(field) != value:
-                link.send(
-                    "refused",
-                    reason=f"{field}: consumer {cid} has {message.get(field)!r}, producer {self.plan.producer.rank} has {value!r}",
-                )
+                ours = f"producer {self.plan.producer.rank} has {value!r}"
+                link.send("refused", reason=f"{field}: consumer {cid} has {message.get(field)!r}, {ours}")
                 raise TransferError(f"consumer {cid} was refused: its {field} differs", code="RDT603")
         if not isinstance(cid, int) or cid not in self.plan.consumer_ids:
             link.send("refused", reason=f"consumer id {cid!r} is not in the plan")

@@ -1,12 +1,13 @@
 """The scatter: from landed bytes to finished modules, behind the pulls.
 
-Two threads. The first materializes the modules that a chunk is the first to touch, writes their constants, enqueues the
-copies on a stream of its own, records read-done, publishes the slot, and hands the modules that the chunk completes to the
-second, which runs their post-processing (quantize, copy to kernel storage) on its own stream, ordered after the copies by an
-event.
+Two threads. The first materializes the modules that a chunk is the first to touch, writes their constants, enqueues
+the copies on a stream of its own, records read-done, publishes the slot, and hands the modules that the chunk
+completes to the second, which runs their post-processing (quantize, copy to kernel storage) on its own stream, ordered
+after the copies by an event.
 
-Invariants: chunks are scattered in the order they were submitted, and completions follow that order; a failed item still
-publishes its slot; an error surfaces once, on the next call, with its cause; after an error later items only publish.
+Invariants: chunks are scattered in the order they were submitted, and completions follow that order; a failed item
+still publishes its slot; an error surfaces once, on the next call, with its cause; after an error later items only
+publish.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any, Protocol
 import torch
 from attrs import frozen
 
-from rdtplan.errors import RdtError, TransferError
 from rdtexec.device import make_lane
 from rdtexec.pool import Slot
+from rdtplan.errors import RdtError, TransferError
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -39,7 +40,10 @@ class ModuleHooks(Protocol):
 
 @frozen
 class ScatterJob:
-    """One landed chunk. `copies()` gives (destination views, source views); `done` runs after read-done was recorded."""
+    """One landed chunk.
+
+    `copies()` gives (destination views, source views); `done` runs after read-done was recorded.
+    """
 
     label: str
     copies: Callable[[], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
@@ -85,7 +89,7 @@ class Scatterer:
         self._raise_error()
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until every submitted chunk is scattered and every completion has run; TransferError RDT621 if too late."""
+        """Wait for all submitted chunks and their completions; TransferError RDT621 after `timeout_s` seconds."""
         with self._lock:
             finished = self._lock.wait_for(lambda: self._open_jobs == 0, timeout_s)
             left = self._open_jobs

@@ -2,7 +2,8 @@
 
 Invariants:
 
-- a pull is served once, when its group is published and, where replicas share a serve slot, when all live sharers asked;
+- a pull is served once, when its group is published and, where replicas share a serve slot, when all live sharers
+  asked;
 - a group is released when every live consumer has freed it, and is never served after that;
 - at most `gather_lookahead + 1` groups are published and unreleased, whatever the consumers do;
 - pulls and signals for a sync that has not begun are kept for it; those of an older sync are dropped.
@@ -14,8 +15,8 @@ from collections.abc import Sequence
 
 from attrs import define, frozen
 
-from rdtplan.errors import TransferError
 from rdtexec.plans import TrainerPlan
+from rdtplan.errors import TransferError
 
 
 @frozen(slots=True)
@@ -116,7 +117,8 @@ class ServeState:
         """A consumer asks for a chunk. TransferError RDT603 when the plan gives it no such chunk from here."""
         if (consumer, chunk) not in self._seq:
             raise TransferError(
-                f"consumer {consumer} asks producer {self.plan.producer.rank} for chunk {chunk}, which the plan does not give it",
+                f"consumer {consumer} asks producer {self.plan.producer.rank} for chunk {chunk}, "
+                "which the plan does not give it",
                 fix="both ends must run the same plan",
                 code="RDT603",
             )

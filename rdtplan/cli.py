@@ -34,14 +34,23 @@ def main() -> None:
 
 @main.command()
 @click.argument("config_dir", type=click.Path(path_type=Path))
-@click.option("--manifest", "manifest_path", type=click.Path(path_type=Path), help="JSON manifest, safetensors file, index or checkpoint directory. Default: generated from the config.")
+@click.option(
+    "--manifest",
+    "manifest_path",
+    type=click.Path(path_type=Path),
+    help="JSON manifest, safetensors file, index or checkpoint directory. Default: generated from the config.",
+)
 @click.option("--tp", default=1, show_default=True, help="Tensor parallel size of one engine.")
 @click.option("--pp", default=1, show_default=True, help="Pipeline parallel size.")
 @click.option("--dp", default=1, show_default=True, help="Data parallel size.")
 @click.option("--ep", is_flag=True, help="Expert parallelism.")
 @click.option("--replicas", default=1, show_default=True, help="Independent engines.")
 @click.option("--trainer-ranks", default=1, show_default=True, help="Ranks of the trainer.")
-@click.option("--owners", type=click.Path(path_type=Path), help="TOML file: which ranks own which names. Default: every rank owns everything.")
+@click.option(
+    "--owners",
+    type=click.Path(path_type=Path),
+    help="TOML file: which ranks own which names. Default: every rank owns everything.",
+)
 @click.option("--target", default="cpu", show_default=True, help="Platform that the workers run on.")
 @click.option("--dtype", default="auto", show_default=True, help="Model dtype, as vLLM takes it.")
 @click.option("--quantization", help="Quantization method, as vLLM takes it.")
@@ -76,9 +85,7 @@ def compile(config_dir: Path, manifest_path: Path | None, output: Path, **option
         entries = read_manifest(manifest_path)
     ranks = options["trainer_ranks"]
     fleet = Fleet(
-        topology=InferenceTopology(
-            options["tp"], options["pp"], options["dp"], options["ep"], options["replicas"]
-        ),
+        topology=InferenceTopology(options["tp"], options["pp"], options["dp"], options["ep"], options["replicas"]),
         trainer_ranks=ranks,
         owner_rules=read_owner_rules(options["owners"], ranks) if options["owners"] else None,
         settings=TransferSettings(

@@ -1,7 +1,8 @@
 """Real processes for runtime tests: trainer ranks and workers of a synthetic plan, without vLLM.
 
-Weights are random bytes drawn from the sync's number, the same in every process. What a worker must hold is computed element
-by element from the loaders' own writes (`tests/plans.py`), so neither canonical regions nor chunks nor packing are trusted.
+Weights are random bytes drawn from the sync's number, the same in every process. What a worker must hold is computed
+element by element from the loaders' own writes (`tests/plans.py`), so neither canonical regions nor chunks nor packing
+are trusted.
 """
 
 from __future__ import annotations
@@ -279,9 +280,7 @@ def running(
     path = directory / "fleet.plan"
     write_plan(plan, path)
     setup = Setup(scenario, plan, str(path), transport, new_authkey(), stall_timeout_s, faults)
-    mains: dict[str, Any] = {
-        f"producer {r}": (producer_main, (setup, r)) for r in range(scenario.trainer_ranks)
-    }
+    mains: dict[str, Any] = {f"producer {r}": (producer_main, (setup, r)) for r in range(scenario.trainer_ranks)}
     for replica in range(scenario.topology.replicas):
         for position in positions(scenario.topology):
             cid = consumer_id(scenario.topology, replica, position)

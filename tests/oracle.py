@@ -101,9 +101,7 @@ def stock_load(rank: Rank, sources: Sources) -> torch.nn.Module:
         return model
 
 
-def planned_load(
-    rank: Rank, program: Program, manifest: Manifest, sources: Sources, way: Way
-) -> torch.nn.Module:
+def planned_load(rank: Rank, program: Program, manifest: Manifest, sources: Sources, way: Way) -> torch.nn.Module:
     """Another model of `rank`, filled by executing the plan."""
     with rank.model() as model:
         load_planned(model, program, manifest, sources, way)
@@ -117,9 +115,7 @@ def load_stock(model: torch.nn.Module, sources: Sources) -> None:
         model.load_weights((name, tensor.clone()) for name, tensor in sources.items())
 
 
-def load_planned(
-    model: torch.nn.Module, program: Program, manifest: Manifest, sources: Sources, way: Way
-) -> None:
+def load_planned(model: torch.nn.Module, program: Program, manifest: Manifest, sources: Sources, way: Way) -> None:
     """Poison `model` and execute `program` on it: constants before a module's first chunk, then copies."""
     poison(model, PLAN_POISON)
     destination = Destination(model, program)

@@ -256,9 +256,7 @@ def _attention(out: Loader, m: Sizes, at: str, tp: int, rank: int) -> None:
     kv_rank = rank if m.kv_heads >= tp else rank * m.kv_heads // tp
     qkv, rows = f"{at}.self_attn.qkv_proj", q_rows + 2 * kv_rows
     kinds = ("weight", "bias") if m.bias else ("weight",)
-    params = {
-        kind: out.parameter(qkv, kind, (rows, m.hidden) if kind == "weight" else (rows,)) for kind in kinds
-    }
+    params = {kind: out.parameter(qkv, kind, (rows, m.hidden) if kind == "weight" else (rows,)) for kind in kinds}
     shards = (
         ("q", rank, 0, q_rows),
         ("k", kv_rank, q_rows, kv_rows),
@@ -301,9 +299,7 @@ def _experts(out: Loader, m: Sizes, at: str, topology: InferenceTopology, positi
     for slot, expert in enumerate(local):
         for i, name in enumerate(("gate", "up")):
             k, source = out.source(f"{module}.{expert}.{name}_proj.weight")
-            out.copy(
-                k, source.narrow(0, shard * n, n), w13, out.view(w13).select(0, slot).narrow(0, i * n, n)
-            )
+            out.copy(k, source.narrow(0, shard * n, n), w13, out.view(w13).select(0, slot).narrow(0, i * n, n))
         k, source = out.source(f"{module}.{expert}.down_proj.weight")
         out.copy(k, source.narrow(1, shard * n, n), w2, out.view(w2).select(0, slot))
 

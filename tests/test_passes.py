@@ -219,9 +219,7 @@ def test_keys_are_deduplicated_in_record_order() -> None:
     for name, source in (("p", 1), ("q", 0), ("r", 1)):
         p = out.parameter("m", name, (6,))
         out.copy(source, View.full((6,)), p, View.full((6,)))
-    draft = evolve(
-        named_draft("a b"), manifest=manifest, programs=(ProgramDraft(out.trace(Position(0, 0, 0))),)
-    )
+    draft = evolve(named_draft("a b"), manifest=manifest, programs=(ProgramDraft(out.trace(Position(0, 0, 0))),))
     program = run_until(draft, pack_chunks).programs[0]
     assert program.keys is not None and program.scatters is not None and program.chunks is not None
     assert program.keys.source == (1, 0)
@@ -336,9 +334,7 @@ def names_of(trace: RankTrace, draft_or_plan: Draft | FleetPlan) -> dict[str, se
     manifest = draft_or_plan.manifest
     found: dict[str, set[tuple[str, int, int]]] = {}
     f = trace.fetches
-    for source, a, parameter, b in zip(
-        f.sources, f.source_regions, f.parameters, f.dest_regions, strict=True
-    ):
+    for source, a, parameter, b in zip(f.sources, f.source_regions, f.parameters, f.dest_regions, strict=True):
         pairs = zip(elements(trace.regions[a]), elements(trace.regions[b]), strict=True)
         at = found.setdefault(trace.parameters.names[parameter], set())
         at.update((manifest.names[source], x, y) for x, y in pairs)
@@ -429,9 +425,7 @@ def check_streams(plan: FleetPlan) -> None:
     stream_of_part: dict[int, int] = {}
     for consumer in plan.consumers:
         chunks = consumer.program.chunks
-        for stream, producer, group in zip(
-            chunks.stream, consumer.routing.producer, chunks.group, strict=True
-        ):
+        for stream, producer, group in zip(chunks.stream, consumer.routing.producer, chunks.group, strict=True):
             part = next(i for i, p in enumerate(parts) if producer in p)
             assert f"group {group}" in parts[part]
             assert stream_of_part.setdefault(part, stream) == stream
@@ -452,15 +446,9 @@ def check_signals(plan: FleetPlan) -> None:
                     assert pending[group] == 0
                     assert (step == -1) == (group not in program.chunks.group)
                     g = plan.groups[group]
-                    for rank in {
-                        r for k in range(g.first, g.first + g.count) for r in plan.ownership.owners(k)
-                    }:
+                    for rank in {r for k in range(g.first, g.first + g.count) for r in plan.ownership.owners(k)}:
                         signals[rank, group] += 1
-    wanted = {
-        (p.rank, group): count
-        for p in plan.producers
-        for group, count in zip(p.groups, p.signals, strict=True)
-    }
+    wanted = {(p.rank, group): count for p in plan.producers for group, count in zip(p.groups, p.signals, strict=True)}
     assert signals == wanted
     assert set(wanted.values()) == {len(plan.consumers)}
 
@@ -471,9 +459,7 @@ def check_lifetimes(plan: FleetPlan) -> None:
         touched: dict[int, list[int]] = {}
         for chunk, of_scatters in enumerate(spans_of(program.chunks.scatter_end)):
             for j in of_scatters:
-                touched.setdefault(program.parameters.modules[program.scatters.parameter[j]], []).append(
-                    chunk
-                )
+                touched.setdefault(program.parameters.modules[program.scatters.parameter[j]], []).append(chunk)
         lives = program.lifetimes
         assert len(lives.module) == len(touched) == len(set(lives.module))
         for module, first, last in zip(lives.module, lives.first, lives.last, strict=True):
@@ -501,11 +487,7 @@ def check_memory(s: Scenario, plan: FleetPlan) -> None:
         assert ring == k * slots
     for rank, resident in enumerate(memory.resident_gather_nbytes):
         groups = [
-            sum(
-                plan.manifest.nbytes(i)
-                for i in range(g.first, g.first + g.count)
-                if rank in plan.ownership.owners(i)
-            )
+            sum(plan.manifest.nbytes(i) for i in range(g.first, g.first + g.count) if rank in plan.ownership.owners(i))
             for g in plan.groups
         ]
         assert resident == (s.settings.gather_lookahead + 1) * max(groups)

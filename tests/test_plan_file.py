@@ -221,9 +221,7 @@ def test_an_edit_is_refused_by_the_name_of_the_field(
     path.write_bytes(edited)
     error = refusal(path)
     assert error.code == "RDT405"
-    assert re.search(rf"(at {re.escape(field)}:|\({re.escape(field)}\) was edited)", error.message), (
-        error.message
-    )
+    assert re.search(rf"(at {re.escape(field)}:|\({re.escape(field)}\) was edited)", error.message), error.message
 
 
 def test_a_seal_that_is_spelled_otherwise_is_refused(path: Path, data: bytes) -> None:
@@ -411,9 +409,7 @@ def test_a_sealed_plan_of_another_shape_is_refused_with_the_path(
     ("nbytes", "code"),
     [(1 << 60, "RDT403"), (-1, "RDT404"), (True, "RDT404"), (1.5, "RDT404"), (None, "RDT404"), (0, "RDT405")],
 )
-def test_a_sealed_size_that_is_not_there_costs_no_memory(
-    path: Path, data: bytes, nbytes: Any, code: str
-) -> None:
+def test_a_sealed_size_that_is_not_there_costs_no_memory(path: Path, data: bytes, nbytes: Any, code: str) -> None:
     seal, parts = open_up(data)
     seal["parts"][-1]["nbytes"] = nbytes
     path.write_bytes(close_up(seal, parts, mend=False))
@@ -437,9 +433,7 @@ def corruptions(data: bytes, count: int) -> Iterator[bytes]:
         elif kind == 3:
             spoiled = data[:at] + bytes(length) + data[at + length :]
         elif kind == 4:
-            spoiled = (
-                data[:at] + dice.choice((b"0", b"9", b'"', b"}", b"]", b",", b"\n", b" ")) + data[at + 1 :]
-            )
+            spoiled = data[:at] + dice.choice((b"0", b"9", b'"', b"}", b"]", b",", b"\n", b" ")) + data[at + 1 :]
         elif kind == 5:
             spoiled = data[:at]
         elif kind == 6:
@@ -448,9 +442,7 @@ def corruptions(data: bytes, count: int) -> Iterator[bytes]:
             swapped[i], swapped[j] = swapped[j], swapped[i]
             spoiled = b"\n".join(swapped)
         elif kind == 7:
-            spoiled = re.sub(
-                rb"\d", lambda m: bytes([48 + (m[0][0] - 47) % 10]), data[: at + 40][at:], count=1
-            )
+            spoiled = re.sub(rb"\d", lambda m: bytes([48 + (m[0][0] - 47) % 10]), data[: at + 40][at:], count=1)
             spoiled = data[:at] + spoiled + data[at + 40 :]
         else:
             other = dice.randrange(n)
@@ -515,9 +507,7 @@ def test_a_full_disk_leaves_the_old_plan(tmp_path: Path, plan: FleetPlan) -> Non
         assert [p.read_text() for p in tmp_path.iterdir()] == ([before] if before else [])
 
 
-def test_an_interrupted_write_leaves_nothing(
-    tmp_path: Path, plan: FleetPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path, plan: FleetPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
 
@@ -547,9 +537,7 @@ def put(column: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
 
 def column(table: str, name: str, at: int, value: Any) -> Callable[[FleetPlan], FleetPlan]:
     """Change one entry of a column of the first program."""
-    return lambda plan: with_program(
-        plan, **{table: lambda t: evolve(t, **{name: put(getattr(t, name), at, value)})}
-    )
+    return lambda plan: with_program(plan, **{table: lambda t: evolve(t, **{name: put(getattr(t, name), at, value)})})
 
 
 def shorter(table: str, name: str) -> Callable[[FleetPlan], FleetPlan]:
@@ -560,9 +548,7 @@ def region(at: int, **changes: Any) -> Callable[[FleetPlan], FleetPlan]:
     return lambda plan: with_program(plan, regions=lambda r: put(r, at, lambda x: evolve(x, **changes)))
 
 
-def routing(
-    name: str, value: Callable[[tuple[Any, ...]], tuple[Any, ...]]
-) -> Callable[[FleetPlan], FleetPlan]:
+def routing(name: str, value: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[FleetPlan], FleetPlan]:
     def change(plan: FleetPlan) -> FleetPlan:
         c = plan.consumers[0]
         new = evolve(c, routing=evolve(c.routing, **{name: value(getattr(c.routing, name))}))
@@ -689,9 +675,7 @@ WORKER_FAULTS: list[tuple[Change, str, str]] = [
     (
         lambda p: with_program(
             p,
-            fills=lambda f: evolve(
-                f, parameters=(0,), regions=(0,), values=(0.0,), before=(2,), loaders=(0,)
-            ),
+            fills=lambda f: evolve(f, parameters=(0,), regions=(0,), values=(0.0,), before=(2,), loaders=(0,)),
         ),
         "RDT330",
         f"{P}fills.before",
@@ -805,9 +789,7 @@ def test_sealed_but_impossible_content_is_found(
 
 
 @pytest.mark.parametrize("fault", [*WORKER_FAULTS, *SHARED_FAULTS], ids=lambda f: f[2])
-def test_a_worker_finds_what_is_impossible_in_its_own_plan(
-    plan: FleetPlan, fault: tuple[Change, str, str]
-) -> None:
+def test_a_worker_finds_what_is_impossible_in_its_own_plan(plan: FleetPlan, fault: tuple[Change, str, str]) -> None:
     change, code, field = fault
     forged = with_digests(change(plan))
     findings = check_manifest(forged.manifest) or check_worker(
@@ -892,8 +874,6 @@ def test_no_random_forgery_raises_and_only_free_fields_pass(path: Path, data: by
         except RdtError:
             continue
         for c in fleet.consumers[:2]:
-            _ = check_manifest(fleet.manifest) or check_worker(
-                c, fleet.manifest, fleet.ownership, fleet.groups
-            )
+            _ = check_manifest(fleet.manifest) or check_worker(c, fleet.manifest, fleet.ownership, fleet.groups)
         if not verify_fleet(fleet):
             assert FREE.match(field), field

@@ -231,9 +231,7 @@ def test_cover_of_tilings_with_one_fault(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         matrix = matrix.t()
     row_cuts = sorted({0, matrix.shape[0], *data.draw(st.lists(st.integers(0, matrix.shape[0]), max_size=2))})
-    column_cuts = sorted(
-        {0, matrix.shape[1], *data.draw(st.lists(st.integers(0, matrix.shape[1]), max_size=2))}
-    )
+    column_cuts = sorted({0, matrix.shape[1], *data.draw(st.lists(st.integers(0, matrix.shape[1]), max_size=2))})
     tiles = [
         matrix.narrow(0, a, b - a).narrow(1, c, d - c).region
         for a, b in pairwise(row_cuts)

@@ -1,4 +1,4 @@
-"""Transports and state machines between real processes: every byte, every transport, and what happens when one fails."""
+"""Transports and state machines between real processes: every byte on every transport, and every failure named."""
 
 from __future__ import annotations
 
@@ -89,9 +89,7 @@ def test_a_stale_destination_would_be_noticed(transport: str, tmp_path: Path) ->
         ("nothing", "claims 'model.embed_tokens.weight' and yields nothing"),
     ],
 )
-def test_a_wrong_source_fails_the_sync_everywhere(
-    kind: str, words: str, transport: str, tmp_path: Path
-) -> None:
+def test_a_wrong_source_fails_the_sync_everywhere(kind: str, words: str, transport: str, tmp_path: Path) -> None:
     """Producer and consumers end at once with one error that names the weight; no success is reported."""
     with running(PAIR, tmp_path, transport, faults=Faults(kind, rank=0, sync=1)) as fleet:
         fleet.sync(0)
@@ -150,10 +148,9 @@ def test_a_killed_consumer_is_named_at_once(transport: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_stopped_producer_ends_at_the_deadline_and_writes_nothing_later(
-    transport: str, tmp_path: Path
-) -> None:
-    """SIGSTOP closes no connection: the worker's own deadline ends the sync and names the producer, the chunk and the time."""
+def test_a_stopped_producer_ends_at_the_deadline_and_writes_nothing_later(transport: str, tmp_path: Path) -> None:
+    """SIGSTOP closes no connection: the worker's own deadline ends the sync and names the producer, the chunk and the
+    time."""
     with running(PAIR, tmp_path, transport, stall_timeout_s=2.0, faults=Faults("slow", 0, 1)) as fleet:
         fleet.sync(0)
         os.kill(fleet.producers[1].process.pid, signal.SIGSTOP)
@@ -205,9 +202,9 @@ def test_a_plan_for_another_position_is_refused(tmp_path: Path) -> None:
     load_worker(tmp_path / "p", 1, position=Position(0, 0, 1))
     with pytest.raises(PlanMismatch, match=r"RDT502.*position DP0 PP0 TP1, this worker has DP0 PP0 TP0"):
         load_worker(tmp_path / "p", 1, position=Position(0, 0, 0))
-    with pytest.raises(PlanFormatError, match="RDT406.*there is no consumer 2"):
+    with pytest.raises(PlanFormatError, match=r"RDT406.*there is no consumer 2"):
         load_worker(tmp_path / "p", 2)
-    with pytest.raises(PlanFormatError, match="RDT406.*there is no producer 7"):
+    with pytest.raises(PlanFormatError, match=r"RDT406.*there is no producer 7"):
         load_trainer(tmp_path / "p", 7)
 
 

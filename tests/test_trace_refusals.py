@@ -317,9 +317,7 @@ def hides_the_refusal(model: Any, w: Tensor) -> None:
 
 
 @pytest.mark.parametrize("memory", ["meta", "live"])
-@pytest.mark.parametrize(
-    ("loader", "code", "chain"), REFUSED, ids=[loader.__name__ for loader, *_ in REFUSED]
-)
+@pytest.mark.parametrize(("loader", "code", "chain"), REFUSED, ids=[loader.__name__ for loader, *_ in REFUSED])
 def test_refused(loader: Loader, code: str, chain: str, memory: str) -> None:
     """Rule: a loader that needs data, or writes what no plan can express, is refused with the source, the
     chain, the loader and its line; a model with real memory is bit for bit what it was."""
@@ -669,9 +667,7 @@ def zeroes_before(model: Any, w: Tensor) -> None:
     model.leaf.weight[:6].copy_(w)
 
 
-@pytest.mark.parametrize(
-    ("loader", "shape", "dtype"), ACCEPTED, ids=[loader.__name__ for loader, *_ in ACCEPTED]
-)
+@pytest.mark.parametrize(("loader", "shape", "dtype"), ACCEPTED, ids=[loader.__name__ for loader, *_ in ACCEPTED])
 def test_accepted(loader: Loader, shape: tuple[int, ...], dtype: str) -> None:
     """Rule: slices and constants, however they are spelled, become a plan that gives the same bytes."""
     listed = entries(shape, dtype)
@@ -740,9 +736,7 @@ def test_parameters_of_one_storage() -> None:
         model.b = torch.nn.Parameter(flat[20:44].view(4, 6).t(), requires_grad=False)
         return model
 
-    program = check_model(
-        build, [SourceTensor("b", "bfloat16", (6, 4)), SourceTensor("a", "bfloat16", (4, 4))]
-    )
+    program = check_model(build, [SourceTensor("b", "bfloat16", (6, 4)), SourceTensor("a", "bfloat16", (4, 4))])
     assert program.parameters.names == ("a", "b") and program.parameters.strides == ((4, 1), (1, 6))
 
 

@@ -1,4 +1,5 @@
-"""Write the config and manifest of Qwen3-235B-A22B (94 layers, 128 experts, 36,945 names, 470 GB of weights, none of them here).
+"""Write the config and manifest of Qwen3-235B-A22B (94 layers, 128 experts, 36,945 names, 470 GB of weights, none of
+them here).
 
     python tools/qwen3_235b.py DIRECTORY
 

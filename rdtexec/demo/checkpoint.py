@@ -1,4 +1,5 @@
-"""A small random Qwen3-MoE checkpoint. Weights are random *bytes*, every bit pattern, so that nothing hides in rounding."""
+"""A small random Qwen3-MoE checkpoint. Weights are random *bytes*, every bit pattern, so that nothing hides in
+rounding."""
 
 from __future__ import annotations
 

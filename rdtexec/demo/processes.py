@@ -1,7 +1,7 @@
 """The demo's processes: a trainer rank and a vLLM worker, each driven by commands over a pipe.
 
-A command is (name, argument); every command is answered by ("ok", value) or ("error", text), so the parent waits for exactly
-one answer a command and knows which process failed.
+A command is (name, argument); every command is answered by ("ok", value) or ("error", text), so the parent waits for
+exactly one answer a command and knows which process failed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from rdtplan.errors import RdtError
-from rdtplan.ir.topology import InferenceTopology, Position
 from rdtexec.consumer import Consumer
 from rdtexec.control import Address
 from rdtexec.destination import Destination
@@ -26,6 +24,8 @@ from rdtexec.producer import Producer
 from rdtexec.transport.base import ConsumerTransport, ProducerTransport
 from rdtexec.transport.local import LocalConsumer, LocalProducer
 from rdtexec.transport.nixl import NixlConsumer, NixlProducer
+from rdtplan.errors import RdtError
+from rdtplan.ir.topology import InferenceTopology, Position
 
 PRODUCERS: dict[str, Callable[[], ProducerTransport]] = {"local": LocalProducer, "nixl": NixlProducer}
 CONSUMERS: dict[str, Callable[[], ConsumerTransport]] = {"local": LocalConsumer, "nixl": NixlConsumer}

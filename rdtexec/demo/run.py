@@ -11,6 +11,9 @@ from typing import Any
 from attrs import frozen
 from rich.console import Console
 
+from rdtexec.demo.checkpoint import OWNERS, write_checkpoint
+from rdtexec.demo.fleet import Child, children, collect, context, new_authkey
+from rdtexec.demo.processes import WorkerSpec, consumer_main, producer_main
 from rdtplan.compile import Fleet, compile_plan
 from rdtplan.errors import TransferError
 from rdtplan.inputs.manifests import read_manifest
@@ -20,9 +23,6 @@ from rdtplan.ir.plan import FleetPlan
 from rdtplan.ir.topology import InferenceTopology, TransferSettings, consumer_id, positions
 from rdtplan.report.tables import make_table
 from rdtplan.report.units import human_bytes
-from rdtexec.demo.checkpoint import OWNERS, write_checkpoint
-from rdtexec.demo.fleet import Child, children, collect, context, new_authkey
-from rdtexec.demo.processes import WorkerSpec, consumer_main, producer_main
 
 ROUNDS = 3
 TRAINER_RANKS = 2
@@ -68,7 +68,9 @@ def run_demo(*, directory: str | None, fault: str | None, as_json: bool) -> int:
         else:
             _print_table(console, plan, results)
             if directory:
-                console.print(f"the plan stays in {base / 'fleet.plan'}; look at it with: rdtplan inspect {base / 'fleet.plan'}")
+                console.print(
+                    f"the plan stays in {base / 'fleet.plan'}; look at it with: rdtplan inspect {base / 'fleet.plan'}"
+                )
     return 1 if any(r.wrong for r in results) else 0
 
 

@@ -3,16 +3,17 @@
 Life cycle, the same for all implementations:
 
 1. Producer: made once with the trainer's plan. Consumer: made once with the worker's plan and destination.
-2. `hello()` (consumer) and `welcome()` (producer) exchange what each must know of the other, once a connection; the consumer
-   keeps it in `connect()`.
-3. A sync. The producer calls `publish()` for each gathered group, `serve()` for each pull whose group is published (the
-   returned fields go to the consumers), `release()` when a group's last free signal came. The consumer calls `begin_read()`
-   when the producer says ready, `poll()` until the pull is in `landed`, and `copies()` in the scatter thread.
-4. `close()` on both sides. After a failed sync the consumer passes `poisoned=True`: a transfer may still be under way, so
-   memory that it could write to must not be reused.
+2. `hello()` (consumer) and `welcome()` (producer) exchange what each must know of the other, once a connection; the
+   consumer keeps it in `connect()`.
+3. A sync. The producer calls `publish()` for each gathered group, `serve()` for each pull whose group is published
+   (the returned fields go to the consumers), `release()` when a group's last free signal came. The consumer calls
+   `begin_read()` when the producer says ready, `poll()` until the pull is in `landed`, and `copies()` in the scatter
+   thread.
+4. `close()` on both sides. After a failed sync the consumer passes `poisoned=True`: a transfer may still be under way,
+   so memory that it could write to must not be reused.
 
-`frees_on_landing` says when a consumer may signal that it is done with a group: when the bytes have landed in a slot of its
-own, or, where it copies straight from the producer's memory, only after the copy.
+`frees_on_landing` says when a consumer may signal that it is done with a group: when the bytes have landed in a slot
+of its own, or, where it copies straight from the producer's memory, only after the copy.
 """
 
 from __future__ import annotations

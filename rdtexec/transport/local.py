@@ -1,9 +1,10 @@
 """`local`: producer and consumer share a node, and the plan's regions are copied straight out of the producer's memory.
 
-A producer keeps one anonymous shared-memory file (memfd) with `gather_lookahead + 1` slots, each as large as its largest
-group; a gathered group lies in one slot, every name at a 64-byte boundary, so both ends compute the same layout from the plan
-and a ready message carries a slot number alone. Consumers map the file once, read-only in spirit, through `/proc`: it has no
-name, so nothing is left behind however the processes end. There is no packing and no receive slot.
+A producer keeps one anonymous shared-memory file (memfd) with `gather_lookahead + 1` slots, each as large as its
+largest group; a gathered group lies in one slot, every name at a 64-byte boundary, so both ends compute the same
+layout from the plan and a ready message carries a slot number alone. Consumers map the file once, read-only in spirit,
+through `/proc`: it has no name, so nothing is left behind however the processes end. There is no packing and no
+receive slot.
 """
 
 from __future__ import annotations
@@ -14,22 +15,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from rdtplan.errors import TransferError
-from rdtplan.ir.manifest import Manifest
-from rdtplan.ir.plan import GatherGroup
-from rdtplan.ir.topology import Ownership
 from rdtexec.destination import Destination
 from rdtexec.plans import TrainerPlan, WorkerPlan, chunk_keys
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
 from rdtexec.transport.base import ConsumerTransport, Copies, ProducerTransport
+from rdtplan.errors import TransferError
+from rdtplan.ir.manifest import Manifest
+from rdtplan.ir.plan import GatherGroup
+from rdtplan.ir.topology import Ownership
 
 NAME_ALIGNMENT = 64
 
 
-def group_layout(
-    manifest: Manifest, ownership: Ownership, group: GatherGroup, rank: int
-) -> tuple[dict[int, int], int]:
+def group_layout(manifest: Manifest, ownership: Ownership, group: GatherGroup, rank: int) -> tuple[dict[int, int], int]:
     """(manifest index -> byte offset in a slot, bytes of the whole) of the names of `group` that `rank` owns."""
     offsets: dict[int, int] = {}
     end = 0
@@ -134,7 +133,7 @@ class LocalConsumer(ConsumerTransport):
         except (OSError, ValueError) as error:
             raise TransferError(
                 f"cannot map the memory of producer {producer} ({path}, {welcome['nbytes']:,} bytes): {error}",
-                fix="transport local needs both processes on one node, in one PID namespace, under one user; use nixl otherwise",
+                fix="transport local needs both processes on one node, one PID namespace and one user; else use nixl",
                 code="RDT613",
             ) from None
         self._arenas[producer] = (memory, welcome["slot_nbytes"])

@@ -1,11 +1,11 @@
 """`nixl`: one-sided READs of packed chunks, straight from NIXL, prepared once and reposted every sync.
 
 A producer packs a chunk into serve slot `seq % K` of a ring that it registered once; the consumer reads it, as one
-descriptor, into a slot of its receive pool, which it registered once. A transfer handle is made the first time a chunk meets
-a receive slot and reposted from then on.
+descriptor, into a slot of its receive pool, which it registered once. A transfer handle is made the first time a chunk
+meets a receive slot and reposted from then on.
 
-After an aborted transfer the target may still be overwritten until the agent is gone, so a poisoned consumer destroys its
-agent before anything else and keeps the pool's memory for the life of the process.
+After an aborted transfer the target may still be overwritten until the agent is gone, so a poisoned consumer destroys
+its agent before anything else and keeps the pool's memory for the life of the process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from rdtplan.errors import TransferError
-from rdtplan.ir.regions import Region
 from rdtexec.destination import Destination, packed_slice, strided, typed
 from rdtexec.plans import TrainerPlan, WorkerPlan, chunk_keys
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
 from rdtexec.transport.base import ConsumerTransport, Copies, ProducerTransport
+from rdtplan.errors import TransferError
+from rdtplan.ir.regions import Region
 
 PAGE = 4096
 _POISONED: list[Any] = []

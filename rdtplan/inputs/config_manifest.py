@@ -1,7 +1,7 @@
 """A manifest generated from a config alone: the names a Hugging Face checkpoint of this model has, on meta tensors.
 
-transformers builds the model without memory and, where it keeps fused weights in RAM that checkpoints store apart (expert
-stacks), its own save conversion is run to get the checkpoint's names and shapes.
+transformers builds the model without memory and, where it keeps fused weights in RAM that checkpoints store apart
+(expert stacks), its own save conversion is run to get the checkpoint's names and shapes.
 """
 
 from __future__ import annotations

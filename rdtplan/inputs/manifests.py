@@ -64,13 +64,9 @@ def _from_index(index: Path) -> list[SourceTensor]:
         raise InputError(f"{index} has no 'weight_map' object", code="RDT104")
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            raise InputError(
-                f"{index}: weight_map: {name!r}: expected a file name, found {file!r}", code="RDT104"
-            )
+            raise InputError(f"{index}: weight_map: {name!r}: expected a file name, found {file!r}", code="RDT104")
     entries = {
-        (file, e.name): e
-        for file in sorted(set(weight_map.values()))
-        for e in from_safetensors(index.parent / file)
+        (file, e.name): e for file in sorted(set(weight_map.values())) for e in from_safetensors(index.parent / file)
     }
     for name, file in weight_map.items():
         if (file, name) not in entries:
@@ -118,8 +114,7 @@ def from_safetensors(path: str | os.PathLike[str]) -> list[SourceTensor]:
             size = os.fstat(file.fileno()).st_size
             if length > MAX_HEADER_NBYTES or length + 8 > size:
                 raise InputError(
-                    f"{path} is no safetensors file: its header claims {length:,} bytes, "
-                    f"the file has {size:,}",
+                    f"{path} is no safetensors file: its header claims {length:,} bytes, the file has {size:,}",
                     code="RDT104",
                 )
             header = json.loads(file.read(length))
@@ -128,9 +123,7 @@ def from_safetensors(path: str | os.PathLike[str]) -> list[SourceTensor]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: the header is not JSON: {error}", code="RDT104") from None
     if not isinstance(header, dict):
-        raise InputError(
-            f"{path}: the header is no object of tensors, found {type(header).__name__}", code="RDT104"
-        )
+        raise InputError(f"{path}: the header is no object of tensors, found {type(header).__name__}", code="RDT104")
     entries: list[tuple[int, SourceTensor]] = []
     for name, info in header.items():
         if name == "__metadata__":
@@ -160,9 +153,7 @@ def _header_entry(info: Any, where: str) -> tuple[str, Ints, int, int]:
     begin, end = offsets
     nbytes = prod(shape) * itemsize(SAFETENSORS[dtype])
     if end - begin != nbytes:
-        raise InputError(
-            f"{where}: data_offsets: {end - begin:,} bytes, {dtype} {shape} has {nbytes:,}", code="RDT104"
-        )
+        raise InputError(f"{where}: data_offsets: {end - begin:,} bytes, {dtype} {shape} has {nbytes:,}", code="RDT104")
     return SAFETENSORS[dtype], tuple(shape), begin, end
 
 
@@ -199,21 +190,15 @@ def _json_entry(item: Any, where: str) -> SourceTensor:
     elif isinstance(item, list) and len(item) == 3:
         name, dtype, shape = item
     else:
-        raise InputError(
-            f"{where} is neither [name, dtype, shape] nor an object: {str(item)[:80]}", code="RDT104"
-        )
+        raise InputError(f"{where} is neither [name, dtype, shape] nor an object: {str(item)[:80]}", code="RDT104")
     if not isinstance(name, str) or not name:
         raise InputError(f"{where}: name: expected a string, found {name!r}", code="RDT104")
     if not isinstance(dtype, str):
         raise InputError(f"{where} ({name}): dtype: expected a string, found {dtype!r}", code="RDT104")
     if not _sizes(shape):
-        raise InputError(
-            f"{where} ({name}): shape: expected an array of sizes, found {shape!r}", code="RDT104"
-        )
+        raise InputError(f"{where} ({name}): shape: expected an array of sizes, found {shape!r}", code="RDT104")
     if owners is not None and not (isinstance(owners, list) and all(type(r) is int for r in owners)):
-        raise InputError(
-            f"{where} ({name}): owners: expected an array of ranks, found {owners!r}", code="RDT104"
-        )
+        raise InputError(f"{where} ({name}): owners: expected an array of ranks, found {owners!r}", code="RDT104")
     dtype = SAFETENSORS.get(dtype, dtype.removeprefix("torch."))
     return SourceTensor(name, dtype, tuple(shape), None if owners is None else tuple(sorted(set(owners))))
 

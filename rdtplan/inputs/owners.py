@@ -68,9 +68,7 @@ def read_owner_rules(path: str | os.PathLike[str], trainer_ranks: int) -> tuple[
             fix="write one [[own]] table a rule, with `ranks` and `names` or `layers`",
             code="RDT107",
         )
-    return tuple(
-        _rule(table, f"{path}: [[own]] number {i + 1}", trainer_ranks) for i, table in enumerate(tables)
-    )
+    return tuple(_rule(table, f"{path}: [[own]] number {i + 1}", trainer_ranks) for i, table in enumerate(tables))
 
 
 def _is_table(value: Any) -> bool:
@@ -84,9 +82,7 @@ def _rule(table: Any, where: str, trainer_ranks: int) -> OwnerRule:
     names = table.get("names", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise InputError(
-            f"{where}: names: expected a pattern or a list of patterns, found {names!r}", code="RDT107"
-        )
+        raise InputError(f"{where}: names: expected a pattern or a list of patterns, found {names!r}", code="RDT107")
     ranks = table.get("ranks")
     if ranks == "all":
         ranks = list(range(trainer_ranks))
@@ -111,9 +107,7 @@ def _layers(value: Any, where: str) -> frozenset[int]:
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(part), re.ASCII)
         lo, hi = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if type(part) not in (int, str) or not lo <= hi < MAX_LAYERS:
-            raise InputError(
-                f'{where}: layers: expected "0-3,8" or a list of layers, found {value!r}', code="RDT107"
-            )
+            raise InputError(f'{where}: layers: expected "0-3,8" or a list of layers, found {value!r}', code="RDT107")
         found.update(range(lo, hi + 1))
     return frozenset(found)
 

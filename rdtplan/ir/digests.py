@@ -53,9 +53,7 @@ def geometry_digest(parameters: Parameters) -> str:
     return sha256(geometry_rows(parameters))
 
 
-def pair_digests(
-    manifest: Manifest, program: Program, producers: tuple[int, ...]
-) -> tuple[tuple[int, str], ...]:
+def pair_digests(manifest: Manifest, program: Program, producers: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
     """One digest a producer: its chunks in sequence, with the name, dtype, region and offset of every key.
 
     Written with values and not with table indices, so that it is the same however the tables are numbered.

@@ -57,6 +57,4 @@ def itemsize(dtype: str) -> int:
     try:
         return ITEMSIZE[dtype]
     except KeyError:
-        raise InputError(
-            f"unknown dtype {dtype!r}", fix=f"use one of {', '.join(sorted(ITEMSIZE))}"
-        ) from None
+        raise InputError(f"unknown dtype {dtype!r}", fix=f"use one of {', '.join(sorted(ITEMSIZE))}") from None

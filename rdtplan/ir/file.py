@@ -61,9 +61,7 @@ def encode(plan: FleetPlan) -> tuple[bytes, str]:
         if key not in index:
             index[key] = len(bodies)
             bodies.append(body)
-            entries.append(
-                {"kind": kind, "nbytes": len(body), "sha256": digest, "fields": _field_digests(plain)}
-            )
+            entries.append({"kind": kind, "nbytes": len(body), "sha256": digest, "fields": _field_digests(plain)})
         return index[key]
 
     converter = make_converter(store=store)
@@ -166,9 +164,7 @@ class PlanFile:
         self._offsets: list[int] = []
         for i, entry in enumerate(self.entries):
             if type(entry) is not dict or type(entry.get("nbytes")) is not int or entry["nbytes"] < 0:
-                raise PlanFormatError(
-                    f"{self.path}: parts[{i}].nbytes is not a size", fix=RECOMPILE, code="RDT404"
-                )
+                raise PlanFormatError(f"{self.path}: parts[{i}].nbytes is not a size", fix=RECOMPILE, code="RDT404")
             self._offsets.append(at)
             at += entry["nbytes"] + 1
             if at > size:
@@ -273,9 +269,7 @@ class PlanFile:
 
     def _reference(self, value: Any, path: str) -> int:
         if type(value) is not dict or type(value.get(PART)) is not int:
-            raise PlanFormatError(
-                f"{self.path}: {path} is not a reference to a part", fix=RECOMPILE, code="RDT404"
-            )
+            raise PlanFormatError(f"{self.path}: {path} is not a reference to a part", fix=RECOMPILE, code="RDT404")
         return cast(int, value[PART])
 
     def _one(self, field: str, index: int, cls: type[T]) -> T:
@@ -295,8 +289,7 @@ class PlanFile:
         plan = self._one("consumers", consumer_id, ConsumerPlan)
         if plan.consumer_id != consumer_id:
             raise PlanFormatError(
-                f"{self.path}: consumers[{consumer_id}].consumer_id: expected {consumer_id}, "
-                f"found {plan.consumer_id}",
+                f"{self.path}: consumers[{consumer_id}].consumer_id: expected {consumer_id}, found {plan.consumer_id}",
                 fix=RECOMPILE,
                 code="RDT404",
             )

@@ -110,9 +110,7 @@ def refine(a: Region, b: Region) -> tuple[tuple[int, ...], tuple[int, ...], tupl
     return tuple(reversed(shape)), tuple(reversed(stride_a)), tuple(reversed(stride_b))
 
 
-def split_pair(
-    source: Region, dest: Region, limit: int, rows: tuple[int, ...] = ()
-) -> Iterator[tuple[Region, Region]]:
+def split_pair(source: Region, dest: Region, limit: int, rows: tuple[int, ...] = ()) -> Iterator[tuple[Region, Region]]:
     """Cut a copy of `source` into `dest` (equal numel) into pieces of at most `limit` elements, in order.
 
     The outermost dimension of the common shape is cut first; what is still too long is cut inside. `rows` are
@@ -189,9 +187,7 @@ def cover(extent: Region, regions: Iterable[Region]) -> Coverage:
 
     def leaves(region: Region) -> bool:
         first, end = span(region)
-        return (
-            first < lo or end > hi or (len(wanted) > 1 and not all(_inside(x, wanted) for x in runs(region)))
-        )
+        return first < lo or end > hi or (len(wanted) > 1 and not all(_inside(x, wanted) for x in runs(region)))
 
     first_gap: tuple[int, int] | None = None
     missing = k = 0

@@ -1,4 +1,5 @@
-"""JSON Schema of the plan's parts, generated from the attrs classes. `schemas/` holds the result; a test keeps them equal."""
+"""JSON Schema of the plan's parts, generated from the attrs classes. `schemas/` holds the result; a test keeps them
+equal."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _BASIC = {int: "integer", str: "string", bool: "boolean", float: "number", type(
 
 
 def plan_schema() -> dict[str, Any]:
-    """One document: the seal's `plan` object, with every part's class under `$defs`. Unknown fields are allowed (minor versions)."""
+    """One document: the seal's `plan` object, with every part's class under `$defs`. Unknown fields are allowed (minor
+    versions)."""
     definitions: dict[str, Any] = {}
     root = _of_type(FleetPlan, definitions)
     definitions["Part"] = {

@@ -28,6 +28,4 @@ def _bound(program: ProgramDraft) -> ProgramDraft:
             first.setdefault(module, chunk)
             last[module] = chunk
         start = end
-    return evolve(
-        program, lifetimes=Lifetimes(tuple(first), tuple(first.values()), tuple(last[m] for m in first))
-    )
+    return evolve(program, lifetimes=Lifetimes(tuple(first), tuple(first.values()), tuple(last[m] for m in first)))

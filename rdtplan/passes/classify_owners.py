@@ -27,8 +27,7 @@ def classify_owners(draft: Draft) -> Draft:
             )
         if owners[0] < 0 or owners[-1] >= draft.trainer_ranks:
             raise PlanError(
-                f"{name!r} is owned by ranks {list(owners)}, but the trainer has ranks 0 to "
-                f"{draft.trainer_ranks - 1}",
+                f"{name!r} is owned by ranks {list(owners)}, but the trainer has ranks 0 to {draft.trainer_ranks - 1}",
                 fix="raise --trainer-ranks or mend the owners file",
                 code="RDT302",
             )

@@ -30,9 +30,7 @@ def cut_slices(draft: Draft) -> Draft:
 def _cut_trace(trace: RankTrace, limit: int, manifest: Manifest) -> RankTrace:
     f = trace.fetches
     sizes = [itemsize(d) for d in trace.dtype_table]
-    if all(
-        trace.regions[r].numel * sizes[d] <= limit for r, d in zip(f.source_regions, f.dtypes, strict=True)
-    ):
+    if all(trace.regions[r].numel * sizes[d] <= limit for r, d in zip(f.source_regions, f.dtypes, strict=True)):
         return trace
     ids: dict[Region, int] = {r: i for i, r in enumerate(trace.regions)}
     rows: list[tuple[int, int, int, int, int, int, int]] = []

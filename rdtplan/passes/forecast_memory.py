@@ -37,8 +37,7 @@ def forecast_memory(draft: Draft) -> Draft:
         streams.append(len(set(program.chunks.stream)))
     slot = slot_nbytes(largest, settings.buffer_presize_gb)
     pool = tuple(
-        max(1, min(settings.stages_in_flight, streams[p])) * settings.num_rdt_buffers * slot
-        for p in draft.program_of
+        max(1, min(settings.stages_in_flight, streams[p])) * settings.num_rdt_buffers * slot for p in draft.program_of
     )
     rings = tuple(
         settings.num_rdt_buffers
@@ -46,7 +45,6 @@ def forecast_memory(draft: Draft) -> Draft:
         for producer in draft.producers
     )
     resident = tuple(
-        (settings.gather_lookahead + 1) * max(producer.group_nbytes, default=0)
-        for producer in draft.producers
+        (settings.gather_lookahead + 1) * max(producer.group_nbytes, default=0) for producer in draft.producers
     )
     return evolve(draft, memory=MemoryForecast(slot, pool * topology.replicas, rings, resident))

@@ -78,17 +78,20 @@ def print_summary(summary: dict[str, Any], console: Any) -> None:
         f"{human_bytes(model['nbytes'])}"
     )
     console.print(
-        f"  compiled for target {plan['target']} with vllm {plan['vllm']}, torch {plan['torch']}, rdtplan {plan['rdtplan']}"
+        f"  compiled for target {plan['target']} with vllm {plan['vllm']}, torch {plan['torch']}, "
+        f"rdtplan {plan['rdtplan']}"
     )
     ep = " + EP" if fleet["expert_parallel"] else ""
     console.print(
-        f"  fleet    {fleet['trainer_ranks']} trainer ranks -> {fleet['workers']} workers: TP{fleet['tensor_parallel']} "
+        f"  fleet    {fleet['trainer_ranks']} trainer ranks -> {fleet['workers']} workers: "
+        f"TP{fleet['tensor_parallel']} "
         f"PP{fleet['pipeline_parallel']} DP{fleet['data_parallel']}{ep}, {fleet['replicas']} replica(s)"
     )
     limit = human_bytes(settings["max_chunk_bytes"]) if settings["max_chunk_bytes"] else "none"
     console.print(
         f"  settings K={settings['num_rdt_buffers']}, S={settings['stages_in_flight']}, "
-        f"lookahead {settings['gather_lookahead']}, chunk limit {limit}, slot {human_bytes(summary['receive_slot_nbytes'])}"
+        f"lookahead {settings['gather_lookahead']}, chunk limit {limit}, "
+        f"slot {human_bytes(summary['receive_slot_nbytes'])}"
     )
     table = make_table("workers", "worker", "pulled", "of model", "pulls", "streams", "scatters", "params", "pool")
     for first, last, w in _collapse(summary["workers"], "consumer"):

@@ -126,11 +126,7 @@ def _register_directly(architectures: list[str]) -> None:
 
 def _reason(error: BaseException) -> str:
     text = str(error).strip()
-    lines = [
-        line.strip()
-        for line in text.splitlines()
-        if line.strip() and not line.strip().startswith("For further")
-    ]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("For further")]
     return " ".join(lines)[:400] or type(error).__name__
 
 

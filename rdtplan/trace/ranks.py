@@ -70,9 +70,7 @@ def simulated_rank(vllm_config: Any, topology: InferenceTopology, position: Posi
     from vllm.distributed import parallel_state as ps
 
     if ps.model_parallel_is_initialized():
-        raise TraceError(
-            "this process is a live vLLM worker: a rank cannot be simulated in it", code="RDT210"
-        )
+        raise TraceError("this process is a live vLLM worker: a rank cannot be simulated in it", code="RDT210")
     rank, world = global_rank(topology, position), topology.workers_per_replica
 
     def coordinator(ranks: list[int], name: str) -> Any:

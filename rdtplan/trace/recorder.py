@@ -85,13 +85,12 @@ _FILL, _ZERO = Tensor.fill_, Tensor.zero_
 _SHARED_READERS = "is_nonzero equal allclose nonzero argwhere masked_select unique unique_consecutive"
 _READERS = _functions(torch, _SHARED_READERS) | _functions(
     Tensor,
-    f"{_SHARED_READERS} item tolist numpy __bool__ __int__ __float__ __complex__ __index__ __contains__ "
-    "__array__",
+    f"{_SHARED_READERS} item tolist numpy __bool__ __int__ __float__ __complex__ __index__ __contains__ __array__",
 )
 """Calls whose result, or its shape, depends on data. Torch refuses them on meta, not on a live parameter."""
-_ALLOCATORS = _functions(
-    torch, "empty_like zeros_like ones_like full_like rand_like randn_like"
-) | _functions(Tensor, "new_empty new_zeros new_ones new_full new_tensor new_empty_strided")
+_ALLOCATORS = _functions(torch, "empty_like zeros_like ones_like full_like rand_like randn_like") | _functions(
+    Tensor, "new_empty new_zeros new_ones new_full new_tensor new_empty_strided"
+)
 """Calls that take only shape and dtype from a tensor."""
 _KINDS = {
     **dict.fromkeys(_VIEWS, _VIEWS),
@@ -304,9 +303,7 @@ class Recorder(TorchFunctionMode):
         self._derived[storage] = (dest, source, f"{words} -> copy_() into scratch")
         return dest
 
-    def _write(
-        self, func: Any, name: str, target: Tensor, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[bool, Any]:
+    def _write(self, func: Any, name: str, target: Tensor, args: Any, kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """An in-place or `out=` call. (False, None) when its target is neither watched nor a source."""
         parameter = self.watched.find(target)
         if parameter is None:
@@ -343,9 +340,7 @@ class Recorder(TorchFunctionMode):
             else:
                 self._fill(view, parameter, value)
             return True, None
-        raise self._refuse(
-            blamed, f"changes {self.watched.names[parameter]!r} in place by {name}()", "RDT202"
-        )
+        raise self._refuse(blamed, f"changes {self.watched.names[parameter]!r} in place by {name}()", "RDT202")
 
     def _check_dtype(self, dest: Tensor, parameter: int, src: Tensor) -> None:
         if dest.dtype != self.watched.dtypes[parameter]:
@@ -384,9 +379,7 @@ class Recorder(TorchFunctionMode):
         key = (code, frame.f_lasti)
         found = self._loader_cache.get(key)
         if found is None:
-            found = self._loader_cache[key] = self.loaders.setdefault(
-                place(code, frame.f_lineno), len(self.loaders)
-            )
+            found = self._loader_cache[key] = self.loaders.setdefault(place(code, frame.f_lineno), len(self.loaders))
         return found
 
     def _chain(self, chain: Chain) -> int:
@@ -454,9 +447,7 @@ class Recorder(TorchFunctionMode):
 def _targets(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """What a call writes to: its `out=`, the operand of an in-place call, what an operator's schema says."""
     found = _tensors((kwargs.get("out"),))
-    overloads = (
-        [func] if hasattr(func, "_schema") else [getattr(func, n) for n in getattr(func, "overloads", list)()]
-    )
+    overloads = [func] if hasattr(func, "_schema") else [getattr(func, n) for n in getattr(func, "overloads", list)()]
     for overload in overloads:
         for i, argument in enumerate(overload._schema.arguments):
             if argument.is_write:

@@ -3,8 +3,9 @@
     python tools/bench/compiler.py [--ep 0|1] [--work DIRECTORY]
 
 1. `rdtplan compile` of TP8 (+ EP8), 8 trainer ranks, as a command: seconds, peak resident memory, bytes of the plan.
-2. One worker rank traced by us and baked by vLLM's in-process backend (`sharded_rdt`), on the same meta model, alternating in
-   one process; the ratio of the medians of CPU seconds (both are one thread, and other load does not count).
+2. One worker rank traced by us and baked by vLLM's in-process backend (`sharded_rdt`), on the same meta model,
+   alternating in one process; the ratio of the medians of CPU seconds (both are one thread, and other load does not
+   count).
 3. One worker's part of the plan loaded and verified, against the bake that a worker of the peer runs at init.
 """
 
@@ -116,9 +117,11 @@ def trace_against_peer(work: Path, expert_parallel: bool) -> float:
             started = time.thread_time()
             model.load_weights(iter(zip(manifest.names, sources, strict=True)))  # type: ignore[operator]
             loaders.append(time.thread_time() - started)
-    print(ours, peer, loaders)
     a, b, c = (statistics.median(x) for x in (ours, peer, loaders))
-    print(f"one worker, {len(trace.fetches):,} writes: traced in {a:.2f} CPU s, peer's bake {b:.2f}: {b / a:.2f}x ", end="")
+    print(
+        f"one worker, {len(trace.fetches):,} writes: traced in {a:.2f} CPU s, peer's bake {b:.2f}: {b / a:.2f}x ",
+        end="",
+    )
     print(f"(vLLM's loaders alone over meta tensors: {c:.2f} s)")
     return b
 
@@ -130,7 +133,9 @@ def load_against_peer(plan: Path, peer_s: float) -> None:
         "load_worker(sys.argv[1], 3); print(time.perf_counter()-t)"
     )
     times = [
-        float(subprocess.run([sys.executable, "-c", code, str(plan)], capture_output=True, text=True, check=True).stdout)
+        float(
+            subprocess.run([sys.executable, "-c", code, str(plan)], capture_output=True, text=True, check=True).stdout
+        )
         for _ in range(REPEATS)
     ]
     ours = statistics.median(times)
