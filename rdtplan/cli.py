@@ -206,6 +206,18 @@ def manifest(source: Path, output: Path) -> None:
     click.echo(f"{output}: {len(built):,} source names, {sum(built.nbytes(k) for k in range(len(built))):,} bytes")
 
 
+@main.command("help")
+@click.argument("code")
+def help_code(code: str) -> None:
+    """Explain an error or finding CODE."""
+    from rdtplan.codes import CODES
+
+    entry = CODES.get(code.upper())
+    if entry is None:
+        raise InputError(f"there is no code {code!r}", fix="docs/findings.md lists them all", code="RDT108")
+    click.echo(f"{code.upper()}: {entry.title}\n  {entry.meaning}\n  what to do: {entry.remedy}")
+
+
 @main.command()
 def schema() -> None:
     """Print the JSON Schema (2020-12) of the plan format."""

@@ -1,0 +1,224 @@
+"""The command line as a user meets it: exit codes, messages, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import orjson
+import pytest
+from click.testing import CliRunner, Result
+
+from rdtplan.cli import main
+from rdtplan.ir.file import write_plan
+from rdtplan.ir.schema import plan_schema
+from tests.plans import Scenario, make_plan
+
+ROOT = Path(__file__).resolve().parents[1]
+CORPUS = ROOT / "tests" / "corpus"
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(a) for a in args])
+
+
+def fails(result: Result, *words: str) -> None:
+    """Exit code 1, one message with all the words, no traceback."""
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in result.output, result.output
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A config directory of a small Llama, with its manifest beside the config."""
+    (tmp_path / "config.json").write_text((CORPUS / "configs" / "LlamaForCausalLM.json").read_text())
+    (tmp_path / "manifest.json").write_text((CORPUS / "manifests" / "LlamaForCausalLM.json").read_text())
+    return tmp_path
+
+
+def rows(model: Path) -> list[list[object]]:
+    return json.loads((model / "manifest.json").read_text())
+
+
+def compile_rows(model: Path, entries: list[list[object]], *options: str) -> Result:
+    (model / "changed.json").write_text(json.dumps(entries))
+    return run(
+        "compile", model, "--manifest", model / "changed.json", "-o", model / "out.plan", "--jobs", "1", *options
+    )
+
+
+def test_compile_inspect_verify(model: Path) -> None:
+    """The main path: a plan is written, shown and found sound."""
+    result = run(
+        "compile", model, "--manifest", model / "manifest.json", "--tp", "2", "--trainer-ranks", "2", "-o", model / "p"
+    )
+    assert result.exit_code == 0, result.output
+    assert "2 workers" in result.output
+    shown = run("inspect", model / "p")
+    assert shown.exit_code == 0 and "LlamaForCausalLM" in shown.output and "TP2" in shown.output
+    summary = json.loads(run("inspect", "--json", model / "p").output)
+    assert summary["fleet"]["workers"] == 2 and len(summary["workers"]) == 2
+    sound = run("verify", model / "p")
+    assert sound.exit_code == 0 and "every element is written once" in sound.output
+    assert json.loads(run("verify", "--json", model / "p").output)["findings"] == []
+
+
+def test_compiling_twice_gives_the_same_bytes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """In another process, from another directory, with another hash seed."""
+    other = tmp_path_factory.mktemp("elsewhere") / "deeper"
+    other.mkdir()
+    for name in ("config.json", "manifest.json"):
+        (other / name).write_bytes((model / name).read_bytes())
+    plans = []
+    for directory, seed in ((model, "0"), (other, "4242")):
+        command = [sys.executable, "-m", "rdtplan.cli", "compile", ".", "--manifest", "manifest.json"]
+        command += ["--tp", "2", "-o", "fleet.plan"]
+        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+        subprocess.run(command, cwd=directory, env=environment, check=True, capture_output=True, timeout=120)
+        plans.append((directory / "fleet.plan").read_bytes())
+    assert plans[0] == plans[1]
+    assert str(ROOT).encode() not in plans[0] and str(model).encode() not in plans[0]
+
+
+def test_missing_config(tmp_path: Path) -> None:
+    fails(run("compile", tmp_path, "-o", tmp_path / "p"), "RDT101", f"no config.json in {tmp_path}")
+
+
+def test_unknown_architecture(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchForCausalLM"]}))
+    result = run("compile", model, "--manifest", model / "manifest.json", "-o", model / "p")
+    fails(result, "RDT102", "NoSuchForCausalLM", "what to do")
+
+
+def test_a_name_that_the_model_does_not_know(model: Path) -> None:
+    """vLLM's loader stumbles over it; the error names it and the loader's line."""
+    result = compile_rows(model, [*rows(model), ["model.layers.0.surprise.weight", "bfloat16", [4]]])
+    fails(result, "RDT207", "model.layers.0.surprise.weight", ".py:")
+
+
+def test_a_name_that_no_loader_takes(model: Path) -> None:
+    """vLLM skips such names without a word; the plan refuses them unless they are waived."""
+    entries = [*rows(model), ["model.layers.0.self_attn.rotary_emb.inv_freq", "float32", [16]]]
+    fails(compile_rows(model, entries), "RDT320", "rotary_emb.inv_freq", "--waive RDT320:PATTERN")
+    assert compile_rows(model, entries, "--waive", "RDT320:*.inv_freq").exit_code == 0
+    assert "1 findings waived" in run("verify", model / "out.plan").output
+
+
+def test_a_missing_name_leaves_a_parameter_partly_loaded(model: Path) -> None:
+    entries = [r for r in rows(model) if r[0] != "model.layers.1.self_attn.k_proj.weight"]
+    fails(compile_rows(model, entries), "RDT311", "model.layers.1.self_attn.qkv_proj.weight", "never written")
+
+
+def test_a_missing_module_is_named(model: Path) -> None:
+    entries = [r for r in rows(model) if r[0] != "model.norm.weight"]
+    fails(compile_rows(model, entries), "RDT310", "no loader writes parameter 'model.norm.weight'")
+
+
+def test_non_contiguous_layers_are_reordered_with_a_note(model: Path) -> None:
+    entries = rows(model)
+    moved = next(r for r in entries if r[0] == "model.layers.0.input_layernorm.weight")
+    entries.remove(moved)
+    result = compile_rows(model, [*entries, moved])
+    assert result.exit_code == 0 and "note: manifest reordered" in result.output
+
+
+def test_an_ownerless_name(model: Path) -> None:
+    (model / "owners.toml").write_text('[[own]]\nnames = "model.*"\nranks = [0]\n')
+    result = compile_rows(model, rows(model), "--owners", str(model / "owners.toml"))
+    fails(result, "RDT301", "no trainer rank owns 'lm_head.weight'")
+
+
+def test_wrong_settings_are_refused_together(model: Path) -> None:
+    result = compile_rows(model, rows(model), "--tp", "0", "--num-rdt-buffers", "0", "--target", "sm12")
+    fails(result, "RDT108", "tp must be", "num_rdt_buffers must be", "'sm12'")
+
+
+def test_a_missing_output_directory_is_seen_before_the_work(model: Path) -> None:
+    result = run("compile", model, "--manifest", model / "manifest.json", "-o", model / "no" / "p")
+    fails(result, "RDT108", str(model / "no"))
+
+
+def test_a_damaged_plan_is_refused_with_one_message(tmp_path: Path) -> None:
+    write_plan(make_plan(Scenario()), tmp_path / "p")
+    data = (tmp_path / "p").read_bytes()
+    (tmp_path / "short").write_bytes(data[: len(data) // 2])
+    for command in ("inspect", "verify"):
+        fails(run(command, tmp_path / "short"), "RDT403", "truncated")
+        fails(run(command, tmp_path / "nowhere"), "RDT401")
+
+
+def test_manifest_command_reads_headers_and_configs(model: Path, tmp_path: Path) -> None:
+    """From a config alone the names are those of the checkpoint that transformers would save."""
+    result = run("manifest", model, "-o", tmp_path / "m.json")
+    assert result.exit_code == 0, result.output
+    made = json.loads((tmp_path / "m.json").read_text())
+    assert sorted(map(str, made)) == sorted(map(str, rows(model)))
+    assert made[0][0] == "model.embed_tokens.weight" and made[-1][0] == "lm_head.weight"
+
+
+def test_help_explains_a_code() -> None:
+    assert "no trainer rank" in run("help", "RDT301").output.lower()
+    fails(run("help", "RDT999"), "RDT999", "docs/findings.md")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "help"])
+def test_looking_at_plans_imports_no_torch(command: str, tmp_path: Path) -> None:
+    """`pip install rdtplan` alone must be enough, and `inspect` must be quick."""
+    write_plan(make_plan(Scenario()), tmp_path / "p")
+    code = (
+        "import sys; from click.testing import CliRunner; from rdtplan.cli import main\n"
+        "result = CliRunner().invoke(main, sys.argv[1:]); assert result.exit_code == 0, result.output\n"
+        "print([m for m in ('torch', 'vllm', 'ray', 'nixl', 'numpy', 'transformers') if m in sys.modules])"
+    )
+    argument = "RDT301" if command == "help" else str(tmp_path / "p")
+    shown = subprocess.run([sys.executable, "-c", code, command, argument], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_plan_modules_import_no_torch() -> None:
+    """The rule of dependencies: everything that handles plans as data does without torch and without the runtime."""
+    code = (
+        "import sys, pkgutil, importlib\n"
+        "import rdtplan.ir, rdtplan.passes, rdtplan.verify, rdtplan.inputs, rdtplan.report\n"
+        "for p in (rdtplan.ir, rdtplan.passes, rdtplan.verify, rdtplan.inputs, rdtplan.report):\n"
+        "    for m in pkgutil.iter_modules(p.__path__): importlib.import_module(p.__name__ + '.' + m.name)\n"
+        "import rdtplan.compile, rdtplan.cli, rdtplan.codes\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'vllm', 'ray', 'nixl', 'rdtexec')])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_schema_file_is_generated_from_the_classes() -> None:
+    """Whoever changes a class regenerates the schema: rdtplan schema > schemas/fleet-plan.schema.json."""
+    assert json.loads((ROOT / "schemas" / "fleet-plan.schema.json").read_text()) == plan_schema()
+
+
+def test_plans_conform_to_the_schema(tmp_path: Path) -> None:
+    """The seal's root and every part, each against the class it is read as."""
+    schema = plan_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    write_plan(make_plan(Scenario()), tmp_path / "p")
+    seal, *parts = [orjson.loads(line) for line in (tmp_path / "p").read_bytes().splitlines()]
+    jsonschema.validate(seal["plan"], schema)
+    kinds = {"manifest": "Manifest", "program": "Program", "keys": "Keys", "chunks": "Chunks", "routing": "Routing"}
+    checked = 0
+    for entry, part in zip(seal["parts"], parts, strict=True):
+        if entry["kind"] in kinds:
+            jsonschema.validate(part, {"$ref": f"#/$defs/{kinds[entry['kind']]}", "$defs": schema["$defs"]})
+            checked += 1
+    assert checked >= len(kinds)
+
+
+def test_findings_page_lists_every_code() -> None:
+    """Regenerate with: python tools/findings.py > docs/findings.md"""
+    made = subprocess.run(
+        [sys.executable, ROOT / "tools" / "findings.py"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert (ROOT / "docs" / "findings.md").read_text() == made.stdout
