@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -27,11 +28,10 @@ from rdtplan.trace.watch import Watched, dtype_name
 def meta_sources(manifest: Manifest) -> list[torch.Tensor]:
     """One meta tensor for every source name: shape and dtype, no memory."""
     dtypes = [getattr(torch, name) for name in manifest.dtype_table]
-    shapes = manifest.shape_table
-    return [
-        torch.empty(shapes[s], dtype=dtypes[d], device="meta")
-        for s, d in zip(manifest.shapes, manifest.dtypes, strict=True)
-    ]
+    templates: dict[tuple[int, int], torch.Tensor] = {}
+    for kind in set(zip(manifest.shapes, manifest.dtypes, strict=True)):
+        templates[kind] = torch.empty(manifest.shape_table[kind[0]], dtype=dtypes[kind[1]], device="meta")
+    return [templates[kind].clone() for kind in zip(manifest.shapes, manifest.dtypes, strict=True)]
 
 
 def trace_model(
@@ -40,29 +40,52 @@ def trace_model(
     position: Position,
     *,
     sources: Sequence[torch.Tensor] | None = None,
+    provenance: bool = True,
 ) -> RankTrace:
     """Run `model.load_weights` on stand-ins for every source name and return what it would have written.
 
     The model is left exactly as it was: writes are recorded and not executed. TraceError when a loader
-    needs data, writes something that is no slice of a source, or fails.
+    needs data, writes something that is no slice of a source, or fails. Without `provenance` the trace has no
+    op chains and takes about a fifth less time.
     """
-    sources = meta_sources(manifest) if sources is None else sources
+    with _no_collection():
+        return _trace(model, manifest, position, sources or meta_sources(manifest), provenance)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage collection off: a trace makes no cycles, and what vLLM has imported is much to walk."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _trace(
+    model: torch.nn.Module,
+    manifest: Manifest,
+    position: Position,
+    sources: Sequence[torch.Tensor],
+    provenance: bool,
+) -> RankTrace:
     watched = Watched(model)
-    recorder = Recorder(manifest, sources, watched)
+    recorder = Recorder(manifest, sources, watched, provenance=provenance)
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in zip(manifest.names, sources, strict=True):
             recorder.current = name
             yield name, tensor
 
-    collecting = gc.isenabled()
-    gc.disable()  # nothing recorded is garbage, and there is much of it to walk
     try:
         with recorder:
             model.load_weights(weights())  # type: ignore[operator]
         if recorder.refused is not None:  # the loader caught it
             raise recorder.refused
         _check_model_kept(model, watched, recorder)
+        return _to_trace(recorder, watched, position)
     except RdtError:
         raise
     except Exception as error:
@@ -75,11 +98,8 @@ def trace_model(
             code="RDT207",
         ) from error
     finally:
-        if collecting:
-            gc.enable()
         for tensor in sources:
             tensor.__dict__.clear()
-    return _to_trace(recorder, watched, position)
 
 
 def _raised_in(error: Exception) -> str:

@@ -106,8 +106,13 @@ class Recorder(TorchFunctionMode):
     the run, `fetches` and `fills` hold rows in load order (see `rdtplan.ir.traces`).
     """
 
-    def __init__(self, manifest: Manifest, sources: Sequence[Tensor], watched: Watched) -> None:
+    def __init__(
+        self, manifest: Manifest, sources: Sequence[Tensor], watched: Watched, *, provenance: bool = True
+    ) -> None:
+        """With `provenance` the op chain of every view is kept beside its region, at some cost in time."""
         super().__init__()
+        self._provenance = provenance
+        self._kinds = _KINDS if provenance else {**_KINDS, **dict.fromkeys(_VIEWS, _GETTERS)}
         self.manifest = manifest
         self.watched = watched
         self.current = ""
@@ -130,8 +135,9 @@ class Recorder(TorchFunctionMode):
         """The first refusal: a loader may have swallowed it."""
         self._loader_cache: dict[tuple[Any, int], int] = {}
         self._chain_cache: dict[Any, int] = {}
-        for k, tensor in enumerate(sources):
-            setattr(tensor, _ORIGIN, (k, ()))
+        if provenance:
+            for k, tensor in enumerate(sources):
+                setattr(tensor, _ORIGIN, (k, ()))
 
     @property
     def _source_of(self) -> dict[int, int]:
@@ -143,7 +149,7 @@ class Recorder(TorchFunctionMode):
     # -- dispatch --------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = _KINDS.get(func)
+        kind = self._kinds.get(func)
         if kind is _GETTERS:
             return func(*args, **kwargs) if kwargs else func(*args)
         if kind is _VIEWS or (kind is _GETITEM and _is_basic(args[1])):

@@ -78,7 +78,8 @@ class Watched:
         kept out of the geometry that a live model is held to.
         """
         keep = [k for k, kind in enumerate(self.kinds) if kind == "parameter" or k in touched]
-        left_out = tuple(self.names[k] for k in range(len(self.names)) if k not in set(keep))
+        kept = set(keep)
+        left_out = tuple(name for k, name in enumerate(self.names) if k not in kept)
         modules: dict[int, int] = {}
         for k in keep:
             modules.setdefault(self.modules[k], len(modules))

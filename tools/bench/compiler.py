@@ -95,6 +95,7 @@ def trace_against_peer(work: Path, expert_parallel: bool) -> float:
     from vllm.distributed.weight_transfer.sharded_rdt_engine import ShardedRDTWeightTransferEngine
 
     ours: list[float] = []
+    bare: list[float] = []
     peer: list[float] = []
     loaders: list[float] = []
     with simulated_rank(config, topology, position), set_current_vllm_config(config):
@@ -108,6 +109,9 @@ def trace_against_peer(work: Path, expert_parallel: bool) -> float:
             started = time.thread_time()
             trace = trace_model(model, manifest, position)
             ours.append(time.thread_time() - started)
+            started = time.thread_time()
+            trace_model(model, manifest, position, provenance=False)
+            bare.append(time.thread_time() - started)
             engine: Any = object.__new__(ShardedRDTWeightTransferEngine)
             engine.model, engine.device, engine._name_to_plan = model, torch.device("cpu"), {}
             started = time.thread_time()
@@ -117,12 +121,10 @@ def trace_against_peer(work: Path, expert_parallel: bool) -> float:
             started = time.thread_time()
             model.load_weights(iter(zip(manifest.names, sources, strict=True)))  # type: ignore[operator]
             loaders.append(time.thread_time() - started)
-    a, b, c = (statistics.median(x) for x in (ours, peer, loaders))
-    print(
-        f"one worker, {len(trace.fetches):,} writes: traced in {a:.2f} CPU s, peer's bake {b:.2f}: {b / a:.2f}x ",
-        end="",
-    )
-    print(f"(vLLM's loaders alone over meta tensors: {c:.2f} s)")
+    a, n, b, c = (statistics.median(x) for x in (ours, bare, peer, loaders))
+    print(f"one worker, {len(trace.fetches):,} writes: peer's bake {b:.2f} CPU s (it records op chains)")
+    print(f"  traced with op chains beside the regions: {a:.2f} CPU s, {b / a:.2f}x")
+    print(f"  traced without: {n:.2f} CPU s, {b / n:.2f}x; vLLM's loaders alone over meta tensors: {c:.2f}")
     return b
 
 
