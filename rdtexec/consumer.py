@@ -132,7 +132,7 @@ class Consumer:
                 protocol=PROTOCOL,
                 consumer=self._me,
                 transport=self._transport.name,
-                plan=self.plan.digest,
+                plan=self.plan.identity,
                 pair=pairs.get(rank),
                 facts=self._transport.hello(),
             )

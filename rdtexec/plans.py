@@ -32,8 +32,8 @@ from rdtplan.verify.structure import (
 class WorkerPlan:
     """What one consumer needs to execute its plan."""
 
-    digest: str
-    """The fleet digest: both ends of every connection must have the same."""
+    identity: str
+    """The fleet plan's identity: both ends of every connection must have the same."""
     consumer: ConsumerPlan
     manifest: Manifest
     ownership: Ownership
@@ -59,7 +59,7 @@ class WorkerPlan:
 class TrainerPlan:
     """What one producer needs: its own part, and the programs of the consumers it serves."""
 
-    digest: str
+    identity: str
     producer: ProducerPlan
     consumers: dict[int, ConsumerPlan]
     """By consumer id; those this rank serves."""
@@ -116,7 +116,7 @@ def load_worker(
             findings.append(Finding("RDT330", what, ("memory.receive_slot_nbytes",)))
         refuse(findings)
         return WorkerPlan(
-            digest=file.digest,
+            identity=file.field("identity"),
             consumer=consumer,
             manifest=manifest,
             ownership=ownership,
@@ -149,7 +149,7 @@ def load_trainer(path: str | os.PathLike[str], rank: int) -> TrainerPlan:
                 findings += check_routing(consumer.program, consumer.routing, manifest, ownership, where)
         refuse(findings or check_producer(producer, consumers.values(), topology.workers, manifest, ownership, groups))
         return TrainerPlan(
-            digest=file.digest,
+            identity=file.field("identity"),
             producer=producer,
             consumers=consumers,
             consumer_ids=tuple(range(topology.workers)),

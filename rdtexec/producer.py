@@ -291,7 +291,7 @@ class Producer:
         expected = {
             "protocol": PROTOCOL,
             "transport": self._transport.name,
-            "plan": self.plan.digest,
+            "plan": self.plan.identity,
             "pair": self._pair_digest(cid) if isinstance(cid, int) else None,
         }
         for field, value in expected.items():

@@ -6,12 +6,19 @@ import math
 import os
 from collections.abc import Callable, Sequence
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from rdtplan import __version__
 from rdtplan.errors import InputError
 from rdtplan.inputs.owners import OwnerRule, resolve_owners
-from rdtplan.ir.digests import geometry_digest, manifest_digest, ownership_digest, pair_digests
+from rdtplan.ir.digests import (
+    consumer_digest,
+    fleet_identity,
+    geometry_digest,
+    manifest_digest,
+    ownership_digest,
+    pair_digests,
+)
 from rdtplan.ir.manifest import Ints, Manifest, SourceTensor, build_manifest
 from rdtplan.ir.plan import (
     Compiler,
@@ -141,7 +148,7 @@ def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
     from fnmatch import fnmatchcase
 
     trace = draft.trace
-    assert draft.keys and draft.scatters and draft.chunks and draft.lifetimes
+    assert draft.provenance and draft.keys and draft.scatters and draft.chunks and draft.lifetimes
     touched = {*trace.fetches.parameters, *trace.fills.parameters}
     kept = tuple(
         name
@@ -152,8 +159,6 @@ def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
         position=trace.position,
         geometry_digest=geometry_digest(trace.parameters),
         dtype_table=trace.dtype_table,
-        loaders=trace.loaders,
-        chains=trace.chains,
         untouched=(*kept, *trace.untouched),
         parameters=trace.parameters,
         regions=trace.regions,
@@ -163,6 +168,7 @@ def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
         fills=trace.fills,
         lifetimes=draft.lifetimes,
         free_after=draft.free_after,
+        provenance=draft.provenance,
     )
 
 
@@ -174,18 +180,20 @@ def _seal(draft: Draft, fleet: Fleet, model: ModelIdentity, compiler: Compiler) 
         Routing(r.producer, r.seq, pair_digests(draft.manifest, programs[p], r.producer))
         for r, p in zip(draft.routes, draft.program_of, strict=True)
     ]
+    digests = [consumer_digest(programs[p], r) for p, r in zip(draft.program_of, routings, strict=True)]
     consumers = tuple(
         ConsumerPlan(
             replica * topology.workers_per_replica + w,
             replica,
             position,
+            digests[w],
             programs[draft.program_of[w]],
             routings[w],
         )
         for replica in range(topology.replicas)
         for w, position in enumerate(positions(topology))
     )
-    return FleetPlan(
+    plan = FleetPlan(
         compiler=compiler,
         model=model,
         topology=topology,
@@ -194,6 +202,7 @@ def _seal(draft: Draft, fleet: Fleet, model: ModelIdentity, compiler: Compiler) 
         memory=draft.memory,
         notes=draft.notes,
         waivers=fleet.waivers,
+        identity="",
         manifest_digest=manifest_digest(draft.manifest),
         ownership_digest=ownership_digest(draft.ownership),
         manifest=draft.manifest,
@@ -202,6 +211,7 @@ def _seal(draft: Draft, fleet: Fleet, model: ModelIdentity, compiler: Compiler) 
         consumers=consumers,
         producers=draft.producers,
     )
+    return evolve(plan, identity=fleet_identity(plan))
 
 
 def _overview(draft: Draft, consumers: tuple[ConsumerPlan, ...]) -> Overview:

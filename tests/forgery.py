@@ -11,7 +11,14 @@ from typing import Any
 import orjson
 from attrs import evolve
 
-from rdtplan.ir.digests import geometry_digest, manifest_digest, ownership_digest, pair_digests
+from rdtplan.ir.digests import (
+    consumer_digest,
+    fleet_identity,
+    geometry_digest,
+    manifest_digest,
+    ownership_digest,
+    pair_digests,
+)
 from rdtplan.ir.plan import FleetPlan, Program
 from rdtplan.ir.serialize import canonical_bytes
 
@@ -77,8 +84,11 @@ def with_digests(plan: FleetPlan) -> FleetPlan:
             c.routing.pair_digests,
             lambda p=program, r=c.routing: pair_digests(plan.manifest, p, r.producer),
         )
-        consumers.append(evolve(c, program=program, routing=evolve(c.routing, pair_digests=pairs)))
-    return evolve(plan, consumers=tuple(consumers))
+        routing = evolve(c.routing, pair_digests=pairs)
+        digest = _or(c.digest, lambda p=program, r=routing: consumer_digest(p, r))
+        consumers.append(evolve(c, program=program, routing=routing, digest=digest))
+    plan = evolve(plan, consumers=tuple(consumers))
+    return evolve(plan, identity=_or(plan.identity, lambda: fleet_identity(plan)))
 
 
 def _or(value: Any, compute: Callable[[], Any]) -> Any:

@@ -178,7 +178,7 @@ class Loader:
             )
             for w in self.writes
         ]
-        fills = [(p, regions.setdefault(v.region, len(regions)), x, b, 0) for p, v, x, b in self.fills]
+        fills = [(p, regions.setdefault(v.region, len(regions)), x, b) for p, v, x, b in self.fills]
         return RankTrace(
             position=position,
             parameters=Parameters(
@@ -196,7 +196,8 @@ class Loader:
             loaders=("weight_loader (linear.py:1)", "default_weight_loader (utils.py:2)"),
             chains=(("narrow(0, 0, 4)",),),
             fetches=Fetches(*_columns(rows, 7)),
-            fills=Fills(*_columns(fills, 5)),
+            fills=Fills(*_columns(fills, 4)),
+            fill_loaders=(0,) * len(fills),
             untouched=("model.rotary_emb.cos_sin_cache",),
         )
 

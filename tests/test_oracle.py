@@ -223,7 +223,7 @@ def test_oracle_sees_a_dropped_scatter(failing: Callable[..., dict[str, int]], w
         dropped.append(program.parameters.names[program.scatters.parameter[at]])
         columns = {
             a: (*getattr(program.scatters, a)[:at], *getattr(program.scatters, a)[at + 1 :])
-            for a in ("key", "parameter", "region", "loader", "chain")
+            for a in ("key", "parameter", "region")
         }
         ends = tuple(end - (c >= chunk) for c, end in enumerate(program.chunks.scatter_end))
         return evolve(
@@ -255,7 +255,7 @@ def test_oracle_sees_missing_fills(failing: Callable[..., dict[str, int]], way: 
     """Rule: padding rows that are not filled keep the poison, and every byte of them is reported."""
 
     def unfilled(program: Program) -> Program:
-        return evolve(program, fills=Fills((), (), (), (), ()))
+        return evolve(program, fills=Fills((), (), (), ()))
 
     padding = (2 * 160 - 259) * 128 * 2  # rows * columns * bytes
     assert failing(way, program=unfilled) == {

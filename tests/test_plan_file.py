@@ -586,7 +586,8 @@ WORKER_FAULTS: list[tuple[Change, str, str]] = [
         (column(table, name, 0, bad), "RDT330", f"{P}{table}.{name}")
         for table, names in (
             ("keys", ("source", "region", "dtype")),
-            ("scatters", ("key", "parameter", "region", "loader", "chain")),
+            ("scatters", ("key", "parameter", "region")),
+            ("provenance", ("scatter_loader", "scatter_chain")),
             ("chunks", ("group", "owner_class")),
             ("lifetimes", ("module", "first", "last")),
             ("parameters", ("modules",)),
@@ -598,7 +599,7 @@ WORKER_FAULTS: list[tuple[Change, str, str]] = [
         (shorter(table, name), "RDT330", f"{P}{table}.")
         for table, name in (
             ("keys", "offset"),
-            ("scatters", "chain"),
+            ("provenance", "scatter_chain"),
             ("chunks", "nbytes"),
             ("lifetimes", "last"),
             ("parameters", "aliases"),
@@ -675,7 +676,8 @@ WORKER_FAULTS: list[tuple[Change, str, str]] = [
     (
         lambda p: with_program(
             p,
-            fills=lambda f: evolve(f, parameters=(0,), regions=(0,), values=(0.0,), before=(2,), loaders=(0,)),
+            fills=lambda f: evolve(f, parameters=(0,), regions=(0,), values=(0.0,), before=(2,)),
+            provenance=lambda v: evolve(v, fill_loader=(0,)),
         ),
         "RDT330",
         f"{P}fills.before",
@@ -690,8 +692,8 @@ WORKER_FAULTS: list[tuple[Change, str, str]] = [
                 regions=(len(p.consumers[0].program.regions),),
                 values=(0.0,),
                 before=(1,),
-                loaders=(0,),
             ),
+            provenance=lambda v: evolve(v, fill_loader=(0,)),
         ),
         "RDT313",
         f"{P}fills.regions[0]",
@@ -823,7 +825,7 @@ def test_a_sound_plan_has_no_findings(plan: FleetPlan) -> None:
 
 # Fields that may say anything: provenance, constants that only a dry run knows, settings that only widen.
 FREE = re.compile(
-    r"groups\[\]\.label|program\.(chains|loaders|untouched|position)|scatters\.(loader|chain)|fills\.(loaders|values|before)"
+    r"groups\[\]\.label|program\.(untouched|position)|provenance\.|fills\.(values|before)"
     r"|seal\.(compiler|model|notes)|seal\.settings\.max_chunk_bytes|seal\.topology\.expert_parallel"
     r"|regions( |$)|(manifest|program)\.(dtype|shape)_table|parameters\.module_names"
 )

@@ -791,4 +791,4 @@ def test_provenance_survives_a_change_of_dtype() -> None:
         return model
 
     program = check_model(build, [SourceTensor("packed", "float32", (4, 2))])
-    assert ("view(torch.bfloat16)", "[1:3, 0::2]") in program.chains
+    assert ("view(torch.bfloat16)", "[1:3, 0::2]") in program.provenance.chains

@@ -327,7 +327,7 @@ def test_any_lost_or_repeated_write_is_found(s: Scenario, data: st.DataObject) -
     kind = data.draw(st.sampled_from(["lose", "repeat"] + ["unfill"] * bool(len(fills))))
     if kind == "unfill":
         k = data.draw(st.integers(0, len(fills) - 1))
-        trace = evolve(trace, fills=evolve(fills, **_without(fills, k)))
+        trace = evolve(trace, fills=evolve(fills, **_without(fills, k)), fill_loaders=trace.fill_loaders[1:])
     elif len(fetches) and kind == "lose":
         k = data.draw(st.integers(0, len(fetches) - 1))
         trace = evolve(trace, fetches=evolve(fetches, **_without(fetches, k)))
@@ -348,7 +348,7 @@ FETCH_COLUMNS = ("sources", "dtypes", "source_regions", "parameters", "dest_regi
 
 
 def _without(table: Fetches | Fills, k: int) -> dict[str, Any]:
-    names = FETCH_COLUMNS if hasattr(table, "sources") else ("parameters", "regions", "values", "before", "loaders")
+    names = FETCH_COLUMNS if hasattr(table, "sources") else ("parameters", "regions", "values", "before")
     return {n: getattr(table, n)[:k] + getattr(table, n)[k + 1 :] for n in names}
 
 

@@ -6,12 +6,15 @@ it differs, the rows themselves are compared to name the first field that does.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
+import cattrs
+
 from rdtplan.ir.manifest import Manifest
-from rdtplan.ir.plan import FORMAT, Program
-from rdtplan.ir.serialize import canonical_bytes
+from rdtplan.ir.plan import FORMAT, FleetPlan, Program, Routing
+from rdtplan.ir.serialize import canonical_bytes, make_converter
 from rdtplan.ir.topology import Ownership
 from rdtplan.ir.traces import Parameters
 
@@ -76,3 +79,24 @@ def pair_digests(manifest: Manifest, program: Program, producers: tuple[int, ...
         rows.setdefault(producer, []).append([chunks.nbytes[chunk], wire])
         start = end
     return tuple((p, sha256([FORMAT, rows[p]])) for p in sorted(rows))
+
+
+@functools.cache
+def _converter() -> cattrs.Converter:
+    return make_converter()
+
+
+def consumer_digest(program: Program, routing: Routing) -> str:
+    """Over everything that one worker executes; not over where its writes came from."""
+    converter = _converter()
+    plain = converter.unstructure(program)
+    del plain["provenance"]
+    return sha256([plain, converter.unstructure(routing)])
+
+
+def fleet_identity(plan: FleetPlan) -> str:
+    """See `FleetPlan.identity`; the plan's own field is not looked at."""
+    converter = _converter()
+    deciding = [converter.unstructure(part) for part in (plan.model, plan.topology, plan.settings)]
+    consumers = [[c.consumer_id, c.digest] for c in plan.consumers]
+    return sha256([plan.compiler.target, plan.manifest_digest, plan.ownership_digest, deciding, consumers])

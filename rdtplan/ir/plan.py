@@ -89,8 +89,6 @@ class Scatters:
     key: Ints
     parameter: Ints
     region: Ints
-    loader: Ints
-    chain: Ints
 
     def __len__(self) -> int:
         return len(self.key)
@@ -125,6 +123,25 @@ class Lifetimes:
 
 
 @frozen(slots=True)
+class Provenance:
+    """Where each write came from: for people, and outside every digest that two sides compare.
+
+    A vLLM release that only respells its loaders changes this and nothing else, so it changes no plan.
+    """
+
+    loaders: tuple[str, ...]
+    """`function (file:line)`."""
+    chains: tuple[tuple[str, ...], ...]
+    """Op chains in words, outermost operation last."""
+    scatter_loader: Ints
+    """A scatter: index into `loaders`."""
+    scatter_chain: Ints
+    """A scatter: index into `chains`."""
+    fill_loader: Ints
+    """A fill: index into `loaders`."""
+
+
+@frozen(slots=True)
 class Program:
     """What one worker pulls, writes and signals; shared by all workers that do the same."""
 
@@ -133,8 +150,6 @@ class Program:
     geometry_digest: str
     """SHA-256 over names, kinds, dtypes, shapes, strides and aliases of `parameters`."""
     dtype_table: tuple[str, ...]
-    loaders: tuple[str, ...]
-    chains: tuple[tuple[str, ...], ...]
     untouched: tuple[str, ...]
     """Names that no loader writes: buffers that the model computes itself, and parameters whose finding was
     waived.
@@ -150,6 +165,7 @@ class Program:
     """A gather group: the chunk whose completion frees it, or -1: signalled at sync start (nothing of it is
     pulled).
     """
+    provenance: Provenance = field(metadata=SHARED)
 
 
 @frozen(slots=True)
@@ -172,6 +188,8 @@ class ConsumerPlan:
     consumer_id: int
     replica: int
     position: Position
+    digest: str
+    """SHA-256 over program and routing, provenance left out."""
     program: Program = field(metadata=SHARED)
     routing: Routing = field(metadata=SHARED)
 
@@ -253,6 +271,10 @@ class FleetPlan:
     notes: tuple[str, ...]
     """What the compiler changed and says so, a reordered manifest for one."""
     waivers: tuple[Waiver, ...]
+    identity: str
+    """SHA-256 over everything that decides what is moved where: digests of manifest, ownership and consumers, model,
+    target, topology and settings. Versions and provenance are left out; both ends of a connection compare it.
+    """
     manifest_digest: str
     ownership_digest: str
     manifest: Manifest = field(metadata=SHARED)

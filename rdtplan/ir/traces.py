@@ -60,7 +60,6 @@ class Fills:
     values: tuple[float, ...]
     before: Ints
     """1 when no fetch into the parameter was recorded before: running the fill first keeps the order."""
-    loaders: Ints
 
     def __len__(self) -> int:
         return len(self.parameters)
@@ -81,5 +80,7 @@ class RankTrace:
     """Op chains in words, outermost operation last; provenance only."""
     fetches: Fetches
     fills: Fills
+    fill_loaders: Ints
+    """A fill: index into `loaders`."""
     untouched: tuple[str, ...]
     """Buffers that no loader writes."""

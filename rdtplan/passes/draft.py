@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import field, frozen
 
 from rdtplan.ir.manifest import Ints, Manifest
-from rdtplan.ir.plan import Chunks, GatherGroup, Keys, Lifetimes, MemoryForecast, ProducerPlan, Scatters
+from rdtplan.ir.plan import Chunks, GatherGroup, Keys, Lifetimes, MemoryForecast, ProducerPlan, Provenance, Scatters
 from rdtplan.ir.topology import InferenceTopology, Ownership, TransferSettings
 from rdtplan.ir.traces import RankTrace
 
@@ -18,6 +18,7 @@ class ProgramDraft:
     keys: Keys | None = None
     scatters: Scatters | None = None
     chunks: Chunks | None = None
+    provenance: Provenance | None = None
     lifetimes: Lifetimes | None = None
     free_after: Ints = ()
 

@@ -15,7 +15,7 @@ from attrs import evolve
 
 from rdtplan.ir.dtypes import itemsize
 from rdtplan.ir.manifest import Ints
-from rdtplan.ir.plan import ALIGNMENT, Chunks, Keys, Scatters
+from rdtplan.ir.plan import ALIGNMENT, Chunks, Keys, Provenance, Scatters
 from rdtplan.passes.draft import Draft, ProgramDraft
 
 
@@ -111,8 +111,13 @@ def _pack(draft: Draft, program: ProgramDraft) -> ProgramDraft:
             tuple(s_key),
             tuple(f.parameters[row] for row in s_row),
             tuple(f.dest_regions[row] for row in s_row),
-            tuple(f.loaders[row] for row in s_row),
-            tuple(f.chains[row] for row in s_row),
+        ),
+        provenance=Provenance(
+            loaders=trace.loaders,
+            chains=trace.chains,
+            scatter_loader=tuple(f.loaders[row] for row in s_row),
+            scatter_chain=tuple(f.chains[row] for row in s_row),
+            fill_loader=trace.fill_loaders,
         ),
         chunks=Chunks(
             tuple(c_group),

@@ -16,6 +16,7 @@ def summarize(file: PlanFile) -> dict[str, Any]:
     return {
         "plan": {
             "digest": file.digest,
+            "identity": file.field("identity"),
             "format_nbytes": file.path.stat().st_size,
             "rdtplan": compiler.rdtplan,
             "vllm": compiler.vllm,
@@ -71,7 +72,10 @@ def summarize(file: PlanFile) -> dict[str, Any]:
 def print_summary(summary: dict[str, Any], console: Any) -> None:
     """The summary as tables, for a rich console. Equal rows of workers are shown once."""
     plan, model, fleet, settings = (summary[k] for k in ("plan", "model", "fleet", "settings"))
-    console.print(f"plan {plan['digest'][:16]}  ({human_bytes(plan['format_nbytes'])} on disk)", style="bold")
+    console.print(
+        f"plan {plan['identity'][:16]}  (file {plan['digest'][:16]}, {human_bytes(plan['format_nbytes'])} on disk)",
+        style="bold",
+    )
     quantization = f", {model['quantization']}" if model["quantization"] else ""
     console.print(
         f"  model    {model['architecture']}, {model['dtype']}{quantization}: {model['source_names']:,} source names, "

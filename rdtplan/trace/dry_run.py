@@ -140,7 +140,7 @@ def _to_trace(recorder: Recorder, watched: Watched, position: Position) -> RankT
     touched = {row[3] for row in recorder.fetches} | {row[0] for row in recorder.fills}
     parameters, untouched, index = watched.table(touched)
     fetches = [(*row[:3], index[row[3]], *row[4:]) for row in recorder.fetches]
-    fills = [(index[row[0]], *row[1:]) for row in recorder.fills]
+    fills = [(index[row[0]], *row[1:4]) for row in recorder.fills]
     return RankTrace(
         position=position,
         parameters=parameters,
@@ -149,7 +149,8 @@ def _to_trace(recorder: Recorder, watched: Watched, position: Position) -> RankT
         loaders=tuple(recorder.loaders),
         chains=tuple(recorder.chains),
         fetches=Fetches(*zip(*fetches, strict=True)) if fetches else Fetches((), (), (), (), (), (), ()),
-        fills=Fills(*zip(*fills, strict=True)) if fills else Fills((), (), (), (), ()),
+        fills=Fills(*zip(*fills, strict=True)) if fills else Fills((), (), (), ()),
+        fill_loaders=tuple(row[4] for row in recorder.fills),
         untouched=untouched,
     )
 

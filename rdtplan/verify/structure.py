@@ -13,7 +13,14 @@ from itertools import pairwise
 
 import attrs
 
-from rdtplan.ir.digests import geometry_digest, manifest_digest, ownership_digest, pair_digests
+from rdtplan.ir.digests import (
+    consumer_digest,
+    fleet_identity,
+    geometry_digest,
+    manifest_digest,
+    ownership_digest,
+    pair_digests,
+)
 from rdtplan.ir.dtypes import ITEMSIZE
 from rdtplan.ir.manifest import Ints, Manifest
 from rdtplan.ir.plan import (
@@ -97,6 +104,10 @@ def check_program(program: Program, manifest: Manifest, groups: int, classes: in
     if c.findings:
         return c.findings
     keys, scatters, chunks, fills = program.keys, program.scatters, program.chunks, program.fills
+    origin = program.provenance
+    known = len(origin.scatter_loader) == len(origin.scatter_chain) == len(scatters)
+    c.that(known, "provenance.scatter_loader", "a scatter lacks its origin")
+    c.that(len(origin.fill_loader) == len(fills), "provenance.fill_loader", "a fill lacks its origin")
     n_regions, n_parameters = len(program.regions), len(program.parameters)
     for column, bound, field in (
         (keys.source, len(manifest), "keys.source"),
@@ -105,11 +116,11 @@ def check_program(program: Program, manifest: Manifest, groups: int, classes: in
         (scatters.key, len(keys), "scatters.key"),
         (scatters.parameter, n_parameters, "scatters.parameter"),
         (scatters.region, n_regions, "scatters.region"),
-        (scatters.loader, len(program.loaders), "scatters.loader"),
-        (scatters.chain, len(program.chains), "scatters.chain"),
+        (origin.scatter_loader, len(origin.loaders), "provenance.scatter_loader"),
+        (origin.scatter_chain, len(origin.chains), "provenance.scatter_chain"),
+        (origin.fill_loader, len(origin.loaders), "provenance.fill_loader"),
         (fills.parameters, n_parameters, "fills.parameters"),
         (fills.regions, n_regions, "fills.regions"),
-        (fills.loaders, len(program.loaders), "fills.loaders"),
         (chunks.group, groups, "chunks.group"),
         (chunks.owner_class, classes, "chunks.owner_class"),
         (program.parameters.modules, len(program.parameters.module_names), "parameters.modules"),
@@ -340,7 +351,15 @@ def check_worker(
         or check_program(plan.program, manifest, len(groups), len(ownership.classes), f"{where}.program")
         or check_derived(plan.program, manifest, ownership, groups, f"{where}.program")
         or check_routing(plan.program, plan.routing, manifest, ownership, where)
+        or check_consumer_digest(plan)
     )
+
+
+def check_consumer_digest(plan: ConsumerPlan) -> list[Finding]:
+    """The digest of what the worker executes."""
+    c = _Checks(f"consumers[{plan.consumer_id}]")
+    c.that(plan.digest == consumer_digest(plan.program, plan.routing), "digest", "it is not the digest of the plan")
+    return c.findings
 
 
 def check_fleet(plan: FleetPlan) -> list[Finding]:
@@ -369,7 +388,9 @@ def check_fleet(plan: FleetPlan) -> list[Finding]:
             )
         if findings:
             return findings
-        findings += check_routing(program, consumer.routing, manifest, ownership, where)
+        routed = check_routing(program, consumer.routing, manifest, ownership, where)
+        findings += routed or check_consumer_digest(consumer)
+    c.that(plan.identity == fleet_identity(plan), "identity", "it is not the digest of what decides the plan")
     n, ranks = ownership.ranks, [p.rank for p in plan.producers]
     if not c.that(ranks == list(range(n)), "producers", f"plans of ranks {ranks} for {n} trainer ranks"):
         return findings + c.findings
