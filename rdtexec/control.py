@@ -6,6 +6,7 @@ peer is seen at once (TransferError RDT601); a stopped one fills the socket, so 
 
 from __future__ import annotations
 
+import base64
 import os
 import socket
 import struct
@@ -21,6 +22,7 @@ from rdtplan.errors import TransferError
 
 MAX_MESSAGE_NBYTES = 16 << 20
 SEND_TIMEOUT_S = 30
+PLAN_PIECE_NBYTES = 4 << 20
 Address = str | tuple[str, int]
 """Path of a Unix socket, or (host, port)."""
 Message = dict[str, Any]
@@ -106,3 +108,32 @@ def dial(address: Address, peer: str, *, authkey: bytes, timeout_s: float) -> Li
 def listen(address: Address | None, *, authkey: bytes) -> Listener:
     """A listening socket; None chooses a Unix socket in a private temporary directory."""
     return Listener(address, family="AF_UNIX" if address is None else None, backlog=1024, authkey=authkey)
+
+
+def fetch_plan(address: Address, *, authkey: bytes, timeout_s: float) -> bytes:
+    """The fleet plan file that a producer was made with, as bytes; TransferError when it has none."""
+    link = dial(address, f"producer at {address}", authkey=authkey, timeout_s=timeout_s)
+    try:
+        link.send("plan")
+        found = b""
+        while True:
+            answer = link.receive(timeout_s)
+            if answer is None or answer["kind"] != "plan":
+                raise TransferError(
+                    f"{link.peer} did not send its plan: {(answer or {}).get('reason', 'no answer')}",
+                    fix="give the workers the path of the plan",
+                    code="RDT608",
+                )
+            found += base64.b64decode(answer["data"])
+            if not answer["more"]:
+                return found
+    finally:
+        link.close()
+
+
+def send_plan(link: Link, data: bytes) -> None:
+    """The other end of `fetch_plan`."""
+    for at in range(0, max(len(data), 1), PLAN_PIECE_NBYTES):
+        piece = data[at : at + PLAN_PIECE_NBYTES]
+        more = at + PLAN_PIECE_NBYTES < len(data)
+        link.send("plan", data=base64.b64encode(piece).decode(), more=more)

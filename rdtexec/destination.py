@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from attrs import fields
 
 from rdtexec.plans import chunk_scatters
 from rdtplan.errors import PlanMismatch
 from rdtplan.ir.digests import geometry_digest, geometry_rows
 from rdtplan.ir.plan import Program
 from rdtplan.ir.regions import Region, refine
+from rdtplan.ir.traces import Parameters
 from rdtplan.trace.watch import Watched
 
 _COLUMNS = ("name", "kind", "dtype", "shape", "stride", "aliases")
@@ -20,21 +24,30 @@ class Destination:
     PlanMismatch RDT501 when the model's geometry differs, naming the first field that does with both values.
     """
 
-    def __init__(self, model: torch.nn.Module, program: Program) -> None:
+    def __init__(
+        self, model: torch.nn.Module, program: Program, *, ties: Mapping[str, tuple[str, ...]] | None = None
+    ) -> None:
+        """`ties` (name -> aliases) says which tensors of `model` stand for one, where the model itself cannot."""
         watched = Watched(model)
         wanted = set(program.parameters.names)
         touched = {k for k, name in enumerate(watched.names) if name in wanted}
-        live, _, index = watched.table(touched)
+        live, _, _ = watched.table(touched)
+        if ties is not None:
+            live = _tie(live, ties)
         if geometry_digest(live) != program.geometry_digest:
             _name_difference(geometry_rows(program.parameters), geometry_rows(live))
-        rows = {column: row for row, column in index.items()}
-        self.tensors = [watched.tensors[rows[k]].data for k in range(len(live))]
+        found = dict(zip(watched.names, watched.tensors, strict=True))
+        self.tensors = [found[name].data for name in program.parameters.names]
         self.program = program
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self._views: dict[tuple[int, int], torch.Tensor] = {}
+        self.moving = False
+        """Do parameters get new memory in every sync, so that views of them must not be kept?"""
 
     def view(self, parameter: int, region: int) -> torch.Tensor:
         """The destination of a scatter, as a view of the live tensor."""
+        if self.moving:
+            return strided(self.tensors[parameter], self.program.regions[region])
         key = (parameter, region)
         found = self._views.get(key)
         if found is None:
@@ -84,6 +97,19 @@ class Destination:
             sources.append(strided(source, Region(shape, stride_a, a.offset)))
             dests.append(strided(self.tensors[parameter], Region(shape, stride_b, b.offset)))
         return dests, sources
+
+
+def _tie(live: Parameters, ties: Mapping[str, tuple[str, ...]]) -> Parameters:
+    """The table with tied names in one row each."""
+    hidden = {alias for aliases in ties.values() for alias in aliases}
+    keep = [k for k, name in enumerate(live.names) if name not in hidden]
+    columns = {
+        a.name: tuple(getattr(live, a.name)[k] for k in keep)
+        for a in fields(Parameters)
+        if a.name not in ("aliases", "module_names")
+    }
+    aliases = tuple(tuple(sorted(ties.get(live.names[k], ()))) for k in keep)
+    return Parameters(**columns, aliases=aliases, module_names=live.module_names)
 
 
 def strided(tensor: torch.Tensor, region: Region) -> torch.Tensor:

@@ -14,12 +14,13 @@ import time
 from collections.abc import Iterable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from attrs import frozen
 
-from rdtexec.control import Address, Link, Message, listen
+from rdtexec.control import Address, Link, Message, listen, send_plan
 from rdtexec.plans import TrainerPlan
 from rdtexec.serving import ServeState
 from rdtexec.transport.base import ProducerTransport
@@ -30,6 +31,9 @@ PROTOCOL = 1
 
 class GroupSource(Protocol):
     """A trainer's weights, one gather group at a time."""
+
+    def start(self) -> None:
+        """A sync begins: from now on `gather` gives the weights as they are now."""
 
     def gather(self, names: Sequence[str]) -> Iterable[tuple[str, torch.Tensor]]:
         """The full tensors of `names`, in that order. They stay unchanged until the group is freed."""
@@ -60,7 +64,10 @@ class Producer:
         authkey: bytes,
         address: Address | None = None,
         stall_timeout_s: float = 300.0,
+        plan_path: str | os.PathLike[str] | None = None,
     ) -> None:
+        """`plan_path` is what consumers get that ask for the plan; without it they must have it already."""
+        self._plan_path = plan_path
         self.plan, self._source, self._transport = plan, source, transport
         self._stall_timeout_s = stall_timeout_s
         self._state = ServeState(plan, share_slots=transport.share_slots)
@@ -99,6 +106,7 @@ class Producer:
                     code=error.code,
                 )
             self._state.begin(sync, self.plan.consumer_ids)
+            self._source.start()
             self._note_progress()
         self._kick()
         try:
@@ -287,6 +295,12 @@ class Producer:
 
     def _greet(self, link: Link, message: Message) -> None:
         """Admit a consumer that runs the same plan; tell any other what differs."""
+        if message["kind"] == "plan":
+            if self._plan_path is None:
+                link.send("refused", reason="this producer does not hand out its plan")
+            else:
+                send_plan(link, Path(self._plan_path).read_bytes())
+            return
         cid = message.get("consumer")
         expected = {
             "protocol": PROTOCOL,

@@ -271,6 +271,16 @@ CODES: dict[str, Code] = {
         "The live trainer's names, dtypes or shapes differ from the plan's; the first difference is named.",
         "Compile the plan from this trainer's manifest.",
     ),
+    "RDT504": Code(
+        "module outside layerwise reload",
+        "The plan writes a module, or the model needs one, that vLLM does not load through its layerwise reload.",
+        "Compile from a checkpoint without KV-cache scales.",
+    ),
+    "RDT505": Code(
+        "trainer ranks hold different plans",
+        "The ranks of one trainer compared the identities of their plans, and one differs.",
+        "Give every rank the same plan file.",
+    ),
     # -- transfer ----------------------------------------------------------------------------------------------
     "RDT600": Code(
         "sync failed",
@@ -371,5 +381,16 @@ CODES: dict[str, Code] = {
         "sync incomplete",
         "Fewer chunks were scattered, or fewer free signals sent, than the plan has.",
         "Report a bug with the log of this worker; reload the model before serving from it.",
+    ),
+    "RDT630": Code(
+        "bad settings of an engine",
+        "The init info of a vLLM worker or trainer rank has wrong values; all are named together.",
+        "Mend what the message names.",
+    ),
+    "RDT631": Code(
+        "vLLM reloads this model wrongly",
+        "vLLM runs a post-processing step of some modules on the first load only, so after a reload their kernels would "
+        "read raw weights as packed ones.",
+        "Pass `repair_reload=true` in the init info, which runs the missing step, or use a vLLM without the fault.",
     ),
 }

@@ -20,10 +20,11 @@ from attrs import frozen
 
 from rdtexec.consumer import Consumer
 from rdtexec.demo.fleet import Child, children, collect, new_authkey
-from rdtexec.demo.processes import CONSUMERS, PRODUCERS, poison, serve_commands
+from rdtexec.demo.processes import poison, serve_commands
 from rdtexec.destination import Destination
 from rdtexec.plans import load_trainer, load_worker
 from rdtexec.producer import Producer
+from rdtexec.transport import CONSUMERS, PRODUCERS
 from rdtplan.ir.file import write_plan
 from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.plan import FleetPlan
@@ -105,6 +106,9 @@ class RandomSource:
         self.manifest, self.faults = manifest, faults
         self.sync = 0
         self.gathered = 0
+
+    def start(self) -> None:
+        return None
 
     def gather(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         kind = self.faults.kind if self.faults and self.faults.sync == self.sync else ""

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rdtexec.consumer import Consumer
-from rdtexec.demo.processes import CONSUMERS
 from rdtexec.destination import Destination
 from rdtexec.plans import load_trainer, load_worker
 from rdtexec.pool import ReceivePool
+from rdtexec.transport import CONSUMERS
 from rdtplan.errors import PlanFormatError, PlanMismatch, RdtError, TransferError
 from rdtplan.ir.file import write_plan
 from rdtplan.ir.topology import InferenceTopology, Position, TransferSettings

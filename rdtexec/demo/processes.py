@@ -21,14 +21,9 @@ from rdtexec.control import Address
 from rdtexec.destination import Destination
 from rdtexec.plans import load_trainer, load_worker
 from rdtexec.producer import Producer
-from rdtexec.transport.base import ConsumerTransport, ProducerTransport
-from rdtexec.transport.local import LocalConsumer, LocalProducer
-from rdtexec.transport.nixl import NixlConsumer, NixlProducer
+from rdtexec.transport import CONSUMERS, PRODUCERS
 from rdtplan.errors import RdtError
 from rdtplan.ir.topology import InferenceTopology, Position
-
-PRODUCERS: dict[str, Callable[[], ProducerTransport]] = {"local": LocalProducer, "nixl": NixlProducer}
-CONSUMERS: dict[str, Callable[[], ConsumerTransport]] = {"local": LocalConsumer, "nixl": NixlConsumer}
 
 Command = tuple[str, Any]
 Handlers = dict[str, Callable[[Any], Any]]
@@ -40,6 +35,9 @@ class CheckpointSource:
     def __init__(self, flip_byte: bool) -> None:
         self.checkpoint = ""
         self._flip_byte = flip_byte
+
+    def start(self) -> None:
+        return None
 
     def gather(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         from safetensors import safe_open

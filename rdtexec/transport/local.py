@@ -155,6 +155,8 @@ class LocalConsumer(ConsumerTransport):
 
         def make() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             key = (pull.chunk, slot)
+            if self._destination.moving:
+                return self._views(pull.chunk, producer, slot)
             if key not in self._cache:
                 self._cache[key] = self._views(pull.chunk, producer, slot)
             return self._cache[key]

@@ -232,8 +232,10 @@ class NixlConsumer(ConsumerTransport):
     def copies(self, pull: Pull) -> Copies:
         def make() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             key = (pull.chunk, pull.lane, pull.slot)
+            packed = self._pool.slots[pull.lane][pull.slot].buffer
+            if self._destination.moving:
+                return self._destination.pairs_from_packed(pull.chunk, packed)
             if key not in self._copies:
-                packed = self._pool.slots[pull.lane][pull.slot].buffer
                 self._copies[key] = self._destination.pairs_from_packed(pull.chunk, packed)
             return self._copies[key]
 

@@ -52,8 +52,8 @@ def geometry_rows(parameters: Parameters) -> list[list[Any]]:
 
 
 def geometry_digest(parameters: Parameters) -> str:
-    """Over `geometry_rows`."""
-    return sha256(geometry_rows(parameters))
+    """Over `geometry_rows`, in name order: a reload may list a module's tensors in another order."""
+    return sha256(sorted(geometry_rows(parameters)))
 
 
 def pair_digests(manifest: Manifest, program: Program, producers: tuple[int, ...]) -> tuple[tuple[int, str], ...]:

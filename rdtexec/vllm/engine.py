@@ -1,0 +1,191 @@
+"""The worker's engine: loads its part of the plan, holds it to the live model, and executes a sync when told.
+
+Init builds a candidate (plan, destination, pool, connections) and commits it only when all of it succeeded; a failed
+re-init leaves the active state untouched and releases only what it built.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from rdtexec.consumer import Consumer, SyncReport
+from rdtexec.control import Address, fetch_plan
+from rdtexec.plans import WorkerPlan, load_worker
+from rdtexec.transport import CONSUMERS
+from rdtexec.vllm.reload import LayerwiseDestination
+from rdtplan.errors import InputError, PlanMismatch, TransferError
+from rdtplan.ir.topology import InferenceTopology, Position
+
+
+@dataclass
+class RdtExecInitInfo(WeightTransferInitInfo):
+    """What the trainer tells a worker. Every value is checked; all that are wrong are named together."""
+
+    producers: dict[str, Any] = field(default_factory=dict)
+    """Trainer rank -> address of its control socket: a path, or [host, port]."""
+    authkey: str = ""
+    """Shared secret of the control sockets, hexadecimal."""
+    plan: str = ""
+    """Path of the fleet plan on this machine; empty: fetch it from producer 0."""
+    transport: str = "auto"
+    """`local`, `nixl`, or `auto`: local when every producer is reached through a path, nixl otherwise."""
+    replica_rank: int = 0
+    num_replicas: int = 1
+    num_consumers: int = 0
+    """Workers of the whole fleet; 0: infer from the parallel config and `num_replicas`."""
+    stall_timeout_s: float = 300.0
+    repair_reload: bool = False
+    """Run the post-processing step that vLLM skips when it reloads unquantized experts."""
+
+
+@dataclass
+class RdtExecUpdateInfo(WeightTransferUpdateInfo):
+    """One sync."""
+
+    sync_idx: int = -1
+    """The trainer's number of this sync; -1: the one after the last."""
+
+
+class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
+    """Backend `rdtexec` of a vLLM worker."""
+
+    init_info_cls = RdtExecInitInfo
+    update_info_cls = RdtExecUpdateInfo
+    supports_draft_weight_update = False
+
+    _consumer: Consumer | None = None
+    _destination: LayerwiseDestination | None = None
+    last_report: SyncReport | None = None
+    """The last sync, as this worker saw it."""
+
+    def init_transfer_engine(self, init_info: RdtExecInitInfo) -> None:
+        """Load, verify, connect; InputError, PlanMismatch or TransferError, and then nothing has changed."""
+        self._check(init_info)
+        producers = {int(rank): _address(a) for rank, a in init_info.producers.items()}
+        authkey = bytes.fromhex(init_info.authkey)
+        plan = self._load_plan(init_info, producers, authkey)
+        name = init_info.transport
+        if name == "auto":
+            name = "local" if all(isinstance(a, str) for a in producers.values()) else "nixl"
+        destination = LayerwiseDestination(
+            self.model, self.vllm_config, plan.consumer.program, repair_reload=init_info.repair_reload
+        )
+        consumer = Consumer(
+            plan,
+            destination,
+            CONSUMERS[name](),
+            producers,
+            authkey=authkey,
+            hooks=destination,
+            stall_timeout_s=init_info.stall_timeout_s,
+        )
+        old, self._consumer, self._destination = self._consumer, consumer, destination
+        if old is not None:
+            old.close()
+
+    def _check(self, info: RdtExecInitInfo) -> None:
+        wrong: list[str] = []
+        if getattr(self.parallel_config, "enable_eplb", False):
+            wrong.append(
+                "enable_eplb moves experts between workers while serving, and the plan has them fixed: turn it off"
+            )
+        if info.transport not in ("auto", *CONSUMERS):
+            wrong.append(f"transport must be auto, {' or '.join(CONSUMERS)}, is {info.transport!r}")
+        if not info.producers or not all(str(r).isdecimal() for r in info.producers):
+            wrong.append(f"producers must map trainer ranks to addresses, is {info.producers!r}")
+        if info.num_replicas < 1 or not 0 <= info.replica_rank < info.num_replicas:
+            wrong.append(f"replica_rank must be 0 to num_replicas - 1, is {info.replica_rank} of {info.num_replicas}")
+        expected = info.num_replicas * self._topology().workers_per_replica
+        if info.num_consumers not in (0, expected):
+            wrong.append(f"num_consumers is {info.num_consumers}, the parallel config and num_replicas give {expected}")
+        if info.stall_timeout_s <= 0:
+            wrong.append(f"stall_timeout_s must be positive, is {info.stall_timeout_s}")
+        try:
+            bytes.fromhex(info.authkey)
+        except ValueError:
+            wrong.append("authkey must be hexadecimal")
+        if wrong:
+            known = ", ".join(f.name for f in fields(info))
+            raise InputError("init info: " + "; ".join(wrong), fix=f"settings are {known}", code="RDT630")
+
+    def _topology(self) -> InferenceTopology:
+        p = self.parallel_config
+        return InferenceTopology(
+            p.tensor_parallel_size, p.pipeline_parallel_size, p.data_parallel_size, p.enable_expert_parallel
+        )
+
+    def _position(self) -> Position:
+        p = self.parallel_config
+        pp, tp = divmod(p.rank % (p.pipeline_parallel_size * p.tensor_parallel_size), p.tensor_parallel_size)
+        return Position(p.data_parallel_index, pp, tp)
+
+    def _load_plan(self, info: RdtExecInitInfo, producers: dict[int, Address], authkey: bytes) -> WorkerPlan:
+        """This worker's part, of a plan made for the layout that runs."""
+        topology, position = self._topology(), self._position()
+        index = (position.dp * topology.pipeline_parallel + position.pp) * topology.tensor_parallel + position.tp
+        consumer_id = info.replica_rank * topology.workers_per_replica + index
+        with tempfile.TemporaryDirectory(prefix="rdtexec-") as scratch:
+            path = Path(info.plan)
+            if not info.plan:
+                path = Path(scratch) / "fleet.plan"
+                path.write_bytes(fetch_plan(producers[min(producers)], authkey=authkey, timeout_s=60.0))
+            plan = load_worker(path, consumer_id, position=position, replica=info.replica_rank)
+        planned = InferenceTopology(
+            plan.topology.tensor_parallel,
+            plan.topology.pipeline_parallel,
+            plan.topology.data_parallel,
+            plan.topology.expert_parallel,
+        )
+        if planned != topology or plan.topology.replicas != info.num_replicas:
+            raise PlanMismatch(
+                f"the plan is for {plan.topology}, this fleet is {topology} with {info.num_replicas} replicas",
+                fix="compile the plan for the parallel sizes that run",
+                code="RDT502",
+            )
+        return plan
+
+    def start_weight_update(self) -> None:
+        """Put the model into checkpoint format."""
+        _, destination = self._active()
+        destination.begin()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Execute one sync. No device synchronization: the sync itself ends when its last module is complete."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: RdtExecUpdateInfo) -> None:
+        """Execute one sync; TransferError names what failed."""
+        consumer, _ = self._active()
+        self.last_report = consumer.sync(update_info.sync_idx)
+
+    def finish_weight_update(self) -> None:
+        """Leave checkpoint format: every module serves from its kernel tensors again."""
+        _, destination = self._active()
+        destination.finish()
+
+    def _active(self) -> tuple[Consumer, LayerwiseDestination]:
+        if self._consumer is None or self._destination is None:
+            raise TransferError(
+                "this worker has no transfer engine yet", fix="call init_weight_transfer_engine first", code="RDT605"
+            )
+        return self._consumer, self._destination
+
+    def shutdown(self) -> None:
+        """Disconnect and release."""
+        if self._consumer is not None:
+            self._consumer.close()
+        self._consumer = self._destination = None
+
+
+def _address(value: Any) -> Address:
+    """JSON has no tuples."""
+    return value if isinstance(value, str) else (str(value[0]), int(value[1]))
