@@ -180,6 +180,11 @@ class Consumer:
         self._syncs += 1
         return report
 
+    @property
+    def failed(self) -> str:
+        """Why the model may be partly overwritten and no sync is possible any more; empty as long as all is well."""
+        return self._failed
+
     def close(self) -> None:
         """Drain, stop the threads (30 s at most), release memory. After a failure memory stays parked."""
         if self._closed:

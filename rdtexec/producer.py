@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -64,10 +63,10 @@ class Producer:
         authkey: bytes,
         address: Address | None = None,
         stall_timeout_s: float = 300.0,
-        plan_path: str | os.PathLike[str] | None = None,
+        plan_bytes: bytes | None = None,
     ) -> None:
-        """`plan_path` is what consumers get that ask for the plan; without it they must have it already."""
-        self._plan_path = plan_path
+        """`plan_bytes`, the plan file, is what consumers get that ask for it; without it they must have it already."""
+        self._plan_bytes = plan_bytes
         self.plan, self._source, self._transport = plan, source, transport
         self._stall_timeout_s = stall_timeout_s
         self._state = ServeState(plan, share_slots=transport.share_slots)
@@ -296,10 +295,10 @@ class Producer:
     def _greet(self, link: Link, message: Message) -> None:
         """Admit a consumer that runs the same plan; tell any other what differs."""
         if message["kind"] == "plan":
-            if self._plan_path is None:
+            if self._plan_bytes is None:
                 link.send("refused", reason="this producer does not hand out its plan")
             else:
-                send_plan(link, Path(self._plan_path).read_bytes())
+                send_plan(link, self._plan_bytes)
             return
         cid = message.get("consumer")
         expected = {

@@ -154,8 +154,14 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         return plan
 
     def start_weight_update(self) -> None:
-        """Put the model into checkpoint format."""
-        _, destination = self._active()
+        """Put the model into checkpoint format; TransferError RDT605 after a failed sync."""
+        consumer, destination = self._active()
+        if consumer.failed:
+            raise TransferError(
+                f"this worker cannot sync: {consumer.failed}",
+                fix="initialize the transfer engine again; the sync after that writes the whole model",
+                code="RDT605",
+            )
         destination.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -163,9 +169,17 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: RdtExecUpdateInfo) -> None:
-        """Execute one sync; TransferError names what failed."""
-        consumer, _ = self._active()
-        self.last_report = consumer.sync(update_info.sync_idx)
+        """Execute one sync; TransferError names what failed.
+
+        A sync that is refused before anything moved leaves the model serving from the weights it had.
+        """
+        consumer, destination = self._active()
+        try:
+            self.last_report = consumer.sync(update_info.sync_idx)
+        except BaseException:
+            if not consumer.failed:
+                destination.abandon()
+            raise
 
     def finish_weight_update(self) -> None:
         """Leave checkpoint format: every module serves from its kernel tensors again."""

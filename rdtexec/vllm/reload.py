@@ -33,6 +33,7 @@ class LayerwiseDestination(Destination):
         """
         self._model, self._vllm_config = model, vllm_config
         self._repair = repair_reload
+        self.abandon()  # a sync that failed may have left modules on meta, where ties cannot be seen
         faulty = [name for name, module in model.named_modules() if reload_is_faulty(module)]
         if faulty and not repair_reload:
             raise TransferError(
@@ -49,7 +50,7 @@ class LayerwiseDestination(Destination):
             self._modules = [model.get_submodule(name) for name in program.parameters.module_names]
             self._check_modules()
         finally:
-            self._restore()
+            self.abandon()
         self.device = torch.device(vllm_config.device_config.device or "cpu")
         self.moving = True
         self._rows_of_module: dict[int, list[int]] = {}
@@ -117,15 +118,8 @@ class LayerwiseDestination(Destination):
         with torch.device(self.device):
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
 
-    # -- vLLM's reload -------------------------------------------------------------------------------------------------
-
-    def _put_on_meta(self) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        initialize_layerwise_reload(self._model)
-
-    def _restore(self) -> None:
-        """Undo `_put_on_meta` with nothing loaded."""
+    def abandon(self) -> None:
+        """Give every module that is in checkpoint format its kernel tensors back, with whatever they hold."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         for layer in self._model.modules():
@@ -134,6 +128,13 @@ class LayerwiseDestination(Destination):
                 if info.kernel_tensors is not None:
                     layerwise._place_kernel_tensors(layer, info)
                 info.reset()
+
+    # -- vLLM's reload -------------------------------------------------------------------------------------------------
+
+    def _put_on_meta(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self._model)
 
     def _bind(self, row: int) -> None:
         module, _, name = self.program.parameters.names[row].rpartition(".")

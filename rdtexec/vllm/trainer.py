@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from attrs import evolve
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -20,6 +25,8 @@ from rdtexec.plans import check_live_manifest, load_trainer
 from rdtexec.producer import Producer, ProducerReport
 from rdtexec.transport import PRODUCERS
 from rdtplan.errors import InputError, PlanMismatch, TransferError
+from rdtplan.inputs.manifests import from_weight_source, to_json
+from rdtplan.ir.manifest import SourceTensor
 
 
 @dataclass
@@ -28,8 +35,13 @@ class RdtExecTrainerInitInfo(TrainerInitInfo):
 
     backend: ClassVar[str] = "rdtexec"
 
-    plan: str
-    """Path of the fleet plan; workers fetch it from rank 0."""
+    plan: str = ""
+    """Path of the fleet plan; workers fetch it from rank 0. Empty: rank 0 compiles it at init for `model`."""
+    model: str = ""
+    """Model directory that the workers serve (its config is read); only for compiling at init."""
+    compile_options: tuple[str, ...] = ()
+    """Options of `rdtplan compile` for compiling at init: `--tp 2 --ep` and so on. Trainer ranks and the manifest are
+    taken from the trainer itself."""
     transport: str = "local"
     address: str | tuple[str, int] | None = None
     """Where this rank listens: a Unix socket's path or (host, port). None: a private Unix socket, for one machine."""
@@ -69,7 +81,14 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         if source is None or init_info.transport not in PRODUCERS:
             wanted = f"a WeightSource and a transport of {', '.join(PRODUCERS)}"
             raise InputError(f"rdtexec needs {wanted}, got {source!r} and {init_info.transport!r}", code="RDT111")
-        plan = load_trainer(init_info.plan, init_info.rank)
+        with tempfile.TemporaryDirectory(prefix="rdtexec-plan-") as scratch:
+            return cls._init_with_plan(init_info, _plan_path(init_info, source, Path(scratch)), client, source)
+
+    @classmethod
+    def _init_with_plan(
+        cls, init_info: RdtExecTrainerInitInfo, path: str, client: VLLMWeightSyncClient, source: WeightSource
+    ) -> Self:
+        plan = load_trainer(path, init_info.rank)
         check_live_manifest(plan, source)
         authkey = _from_rank_0(secrets.token_bytes(32))
         producer = Producer(
@@ -79,7 +98,7 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
             authkey=authkey,
             address=init_info.address,
             stall_timeout_s=init_info.stall_timeout_s,
-            plan_path=init_info.plan,
+            plan_bytes=Path(path).read_bytes(),
         )
         try:
             everyone = _gathered((init_info.rank, plan.identity, producer.address))
@@ -167,6 +186,47 @@ class IteratedSource:
                 if item[1] is not None:
                     self._early[item[0]] = item[1].detach()
             yield name, self._early.pop(name)
+
+
+def _plan_path(init_info: RdtExecTrainerInitInfo, source: WeightSource, scratch: Path) -> str:
+    """The plan file of this rank: the one it was given, or rank 0's, compiled now and handed to all.
+
+    Compiled by the command line in a process of its own: this one may hold a live model.
+    """
+    if init_info.plan:
+        return init_info.plan
+    path = scratch / "fleet.plan"
+    answer: tuple[bytes, str] = (b"", "")
+    held = _gathered(_held_names(source))
+    if init_info.rank == 0:
+        manifest = scratch / "manifest.json"
+        manifest.write_bytes(to_json(_with_owners(from_weight_source(source), held)))
+        ranks = str(torch.distributed.get_world_size() if _distributed() else 1)
+        command = [sys.executable, "-m", "rdtplan.cli", "compile", init_info.model, "--manifest", str(manifest)]
+        command += ["--trainer-ranks", ranks, "-o", str(path), *init_info.compile_options]
+        done = subprocess.run(command, capture_output=True, text=True)
+        answer = (path.read_bytes(), "") if done.returncode == 0 else (b"", done.stderr.strip()[-4000:])
+    data, reason = _from_rank_0(answer)
+    if reason:
+        raise InputError(f"no plan could be compiled at init:\n{reason}", code="RDT111")
+    path.write_bytes(data)
+    return str(path)
+
+
+def _held_names(source: WeightSource) -> frozenset[str] | None:
+    """Names this rank holds, None for all; vLLM 0.33 says it in the metadata instead."""
+    held = source.held_names() if hasattr(source, "held_names") else None
+    return None if held is None else frozenset(held)
+
+
+def _with_owners(entries: list[SourceTensor], held: list[frozenset[str] | None]) -> list[SourceTensor]:
+    """Entries with the ranks that hold each, where any rank holds less than everything."""
+    if all(names is None for names in held):
+        return entries
+    return [
+        evolve(e, owners=tuple(rank for rank, names in enumerate(held) if names is None or e.name in names))
+        for e in entries
+    ]
 
 
 def _distributed() -> bool:
