@@ -112,7 +112,7 @@ def listen(address: Address | None, *, authkey: bytes) -> Listener:
 
 def fetch_plan(address: Address, *, authkey: bytes, timeout_s: float) -> bytes:
     """The fleet plan file that a producer was made with, as bytes; TransferError when it has none."""
-    link = dial(address, f"producer at {address}", authkey=authkey, timeout_s=timeout_s)
+    link = dial(address, "the producer", authkey=authkey, timeout_s=timeout_s)
     try:
         link.send("plan")
         found = b""
@@ -120,7 +120,7 @@ def fetch_plan(address: Address, *, authkey: bytes, timeout_s: float) -> bytes:
             answer = link.receive(timeout_s)
             if answer is None or answer["kind"] != "plan":
                 raise TransferError(
-                    f"{link.peer} did not send its plan: {(answer or {}).get('reason', 'no answer')}",
+                    f"{link.peer} at {address} did not send its plan: {(answer or {}).get('reason', 'no answer')}",
                     fix="give the workers the path of the plan",
                     code="RDT608",
                 )

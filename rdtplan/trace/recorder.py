@@ -133,7 +133,8 @@ class Recorder(TorchFunctionMode):
         self._fetched: set[int] = set()
         self.refused: TraceError | None = None
         """The first refusal: a loader may have swallowed it."""
-        self._loader_cache: dict[tuple[Any, int], int] = {}
+        self._loader_cache: dict[tuple[int, int], tuple[int, CodeType]] = {}
+        """(address of the code, instruction) -> (row, the code, held so that the address stays its own)."""
         self._chain_cache: dict[Any, int] = {}
         if provenance:
             for k, tensor in enumerate(sources):
@@ -171,7 +172,7 @@ class Recorder(TorchFunctionMode):
 
     def _mark_written(self, row: int) -> None:
         self._written.add(row)
-        if self._tables:
+        if self._tables and self.watched.kinds[row] == "buffer":
             self._tables.discard(self.watched.tensors[row].untyped_storage()._cdata)
 
     def _is_table(self, t: Tensor) -> bool:
@@ -382,11 +383,12 @@ class Recorder(TorchFunctionMode):
                 break
             frame = frame.f_back
             code = frame.f_code
-        key = (code, frame.f_lasti)
+        key = (id(code), frame.f_lasti)  # hashing the code itself would walk its constants
         found = self._loader_cache.get(key)
         if found is None:
-            found = self._loader_cache[key] = self.loaders.setdefault(place(code, frame.f_lineno), len(self.loaders))
-        return found
+            row = self.loaders.setdefault(place(code, frame.f_lineno), len(self.loaders))
+            found = self._loader_cache[key] = (row, code)
+        return found[0]
 
     def _chain(self, chain: Chain) -> int:
         try:

@@ -1,0 +1,80 @@
+"""Both engines with vLLM in one process. tests/vllm_sync.py does the work, two models a process: starting is slow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).parent / "vllm_sync.py"
+
+
+def trials(directory: Path, *names: str) -> dict[str, Any]:
+    """What the script found for each model; its log when it failed."""
+    command = [sys.executable, str(SCRIPT), str(directory), *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_syncs(found: dict[str, Any]) -> None:
+    """After every sync: answers and kernel tensors of a fresh engine, in the memory that the kernels knew before."""
+    assert set(found["transports"]) == {"local", "nixl"}
+    recovered = found["recovery"]["after a new init"]
+    for syncs in (*found["transports"].values(), recovered):
+        for sync in syncs:
+            assert sync["generation_equal"], sync
+            assert sync["different"] == [] and sync["moved"] == [] and sync["compared"] > 20, sync
+    assert all(len(syncs) == 5 for syncs in found["transports"].values())
+
+
+def check_recovery(found: dict[str, Any]) -> None:
+    """A broken source is named; the half-written model is not synced again before a new init."""
+    assert found["recovery"]["broken"].startswith("RDT607"), found["recovery"]
+    assert found["recovery"]["next"].startswith("RDT605"), found["recovery"]
+
+
+def check_lifecycle(lifecycle: dict[str, Any]) -> None:
+    """What can be refused on an engine that works is, with the right code, and the engine goes on working."""
+    codes = {
+        "not initialized": "RDT605",
+        "another model's plan": "RDT501",
+        "another model's plan, at first": "RDT501",
+        "another layout's plan": "RDT502",
+        "no such plan": "RDT401",
+        "wrong key": "RDT604",
+        "wrong transport": "RDT608",
+        "many wrong values": "RDT111",
+        "unknown setting": "ValueError",
+        "index -2": "RDT609",
+        "index as text": "RDT609",
+        "index as bool": "RDT609",
+    }
+    assert {name: reason.split()[0] for name, reason in lifecycle["refused"].items()} == codes
+    for value in ("transport", "producers", "authkey", "stall_timeout_s", "replica_rank", "num_consumers"):
+        assert f"{value} " in lifecycle["refused"]["many wrong values"].split("what to do")[0]
+    assert all(lifecycle["unchanged"].values()), lifecycle["unchanged"]
+    assert all(lifecycle["works_after"].values()), lifecycle["works_after"]
+    assert lifecycle["plan by path"] and lifecycle["plan from the producer"]
+    assert lifecycle["right plan after a wrong one"]
+
+
+def test_dense_models(tmp_path: Path) -> None:
+    """Llama, and Llama with tied embeddings: the tie survives reloads, failed ones too."""
+    found = trials(tmp_path, "LlamaForCausalLM", "LlamaForCausalLM@both")
+    for of in found.values():
+        check_syncs(of)
+        check_recovery(of)
+    check_lifecycle(found["LlamaForCausalLM"]["lifecycle"])
+
+
+def test_experts(tmp_path: Path) -> None:
+    """Mixtures of experts, which stock vLLM reloads wrongly on CPU: refused, or repaired when asked for."""
+    found = trials(tmp_path, "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM")
+    for of in found.values():
+        assert of["faulty_reload"]["reason"].startswith("RDT631")
+        assert of["faulty_reload"]["unchanged"]
+        check_syncs(of)
+        check_recovery(of)

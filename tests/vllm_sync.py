@@ -1,0 +1,332 @@
+"""Models through vLLM in this process: syncs over each transport, held to fresh engines. Prints a JSON line.
+
+usage: python tests/vllm_sync.py DIRECTORY CORPUS_NAME ...
+
+A script and not a test, because vLLM keeps state of the process (process groups, the current platform), and because
+`VLLM_ENABLE_V1_MULTIPROCESSING=0` must be set before it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+import gc
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+CORPUS = Path(__file__).parent / "corpus"
+PROMPTS = ([1, 2, 3, 4, 5], [100, 200, 250, 17, 23, 42, 7])
+
+
+def write_checkpoint(name: str, directory: Path, seed: int) -> Path:
+    """A random checkpoint of one corpus model, complete enough for vLLM to load."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text((CORPUS / f"configs/{name}.json").read_text())
+    rng = torch.Generator().manual_seed(seed)
+    weights: dict[str, torch.Tensor] = {}
+    for weight, dtype, shape in json.loads((CORPUS / f"manifests/{name}.json").read_text()):
+        values = torch.randn(shape, generator=rng) * (0.1 if len(shape) > 1 else 0.2)
+        weights[weight] = (values + (1 if "norm" in weight else 0)).to(getattr(torch, dtype))
+    save_file(weights, str(directory / "model.safetensors"))
+    return directory
+
+
+def compile_plan(checkpoint: Path, output: Path, *options: str) -> str:
+    """`rdtplan compile`, in this process: vLLM is imported already."""
+    from rdtplan.cli import main
+
+    arguments = ["compile", str(checkpoint), "--manifest", str(checkpoint), "-o", str(output), "--jobs", "1", *options]
+    assert not main(arguments, standalone_mode=False), f"no plan for {checkpoint}"
+    return str(output)
+
+
+class CheckpointSource(WeightSource):
+    """A trainer whose weights are those of a checkpoint; `use` is its training step."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.use(checkpoint)
+
+    def use(self, checkpoint: Path) -> None:
+        self.weights = load_file(str(checkpoint / "model.safetensors"))
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.weights.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.weights.items()
+
+
+class InProcessClient:
+    """A VLLMWeightSyncClient of an `LLM` in this process. `extra` is laid over the init info."""
+
+    def __init__(self, llm: Any, **extra: Any) -> None:
+        self.llm, self.extra = llm, extra
+        self.init_info: dict[str, Any] = {}
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.init_info = init_info | self.extra
+        self.llm.init_weight_transfer_engine({"init_info": self.init_info})
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update()
+
+
+def engine(checkpoint: Path, **options: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model=str(checkpoint),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=4,
+        seed=0,
+        dtype="bfloat16",
+        kv_cache_memory_bytes=64 << 20,
+        enable_prefix_caching=False,
+        **options,
+    )
+
+
+def generate(llm: Any) -> list[Any]:
+    """Greedy tokens, and the logprobs of the best three at every step."""
+    from vllm import SamplingParams
+
+    how = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, detokenize=False)
+    answers = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], how, use_tqdm=False)
+    return [
+        (list(a.outputs[0].token_ids), [sorted((k, v.logprob) for k, v in d.items()) for d in a.outputs[0].logprobs])
+        for a in answers
+    ]
+
+
+@torch.no_grad()
+def kernel_state(llm: Any) -> dict[str, str]:
+    """A digest of everything the kernels read: parameters, buffers, and the weights packed away in linear layers.
+
+    vLLM's CPU linear layers keep their weight inside a kernel handle; the identity matrix gets it out exactly.
+    """
+
+    def digest(model: torch.nn.Module) -> dict[str, str]:
+        found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        found |= dict(model.named_buffers(remove_duplicate=False))
+        for name, module in model.named_modules():
+            inputs = getattr(module, "input_size_per_partition", getattr(module, "input_size", None))
+            if inputs and hasattr(module, "cpu_linear"):
+                eye = torch.eye(inputs, dtype=module.weight.dtype)
+                found[f"{name}.packed"] = module.cpu_linear(eye, module.weight, None)
+        return {
+            name: f"{t.dtype} {tuple(t.shape)} {hashlib.sha256(_bytes(t)).hexdigest()}" for name, t in found.items()
+        }
+
+    return llm.apply_model(digest)[0]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def kernel_addresses(llm: Any) -> dict[str, int]:
+    """Where the kernels' tensors lie: a sync must not move them, CUDA graphs hold the addresses."""
+
+    def addresses(model: torch.nn.Module) -> dict[str, int]:
+        both = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        return {name: t.data_ptr() for name, t in both}
+
+    return llm.apply_model(addresses)[0]
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    """Code and message of the error that `action` raises; an empty string when it raises none."""
+    try:
+        action()
+    except Exception as error:
+        return f"{getattr(error, 'code', type(error).__name__)} {error}"
+    return ""
+
+
+class Trial:
+    """One model: checkpoints A, B and C, what fresh engines make of A and B, and an engine that started with C."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        """Only checkpoints and plans: a process with a live engine cannot trace."""
+        self.directory = directory
+        self.moe = "Moe" in name
+        self.checkpoints = {seed: write_checkpoint(name, directory / seed, ord(seed)) for seed in "ABC"}
+        self.plan = compile_plan(self.checkpoints["A"], directory / "fleet.plan")
+        self.lifecycle = name == "LlamaForCausalLM"
+        if self.lifecycle:
+            other = write_checkpoint("LlamaForCausalLM@headbias", directory / "other", 1)
+            self.wrong_model = compile_plan(other, directory / "other.plan")
+            self.wrong_layout = compile_plan(self.checkpoints["A"], directory / "tp2.plan", "--tp", "2")
+
+    def start(self) -> None:
+        """Run the fresh engines, then start the one to be synced."""
+        from vllm.config import WeightTransferConfig
+
+        self.tokens: dict[str, list[Any]] = {}
+        self.state: dict[str, dict[str, str]] = {}
+        for seed in "AB":
+            llm = engine(self.checkpoints[seed])
+            self.tokens[seed], self.state[seed] = generate(llm), kernel_state(llm)
+            del llm
+            gc.collect()
+        self.llm = engine(self.checkpoints["C"], weight_transfer_config=WeightTransferConfig(backend="rdtexec"))
+        self.source = CheckpointSource(self.checkpoints["A"])
+        self.client = InProcessClient(self.llm)
+
+    def trainer(self, **options: Any) -> Any:
+        from rdtexec.vllm.trainer import RdtExecTrainer, RdtExecTrainerInitInfo
+
+        info = RdtExecTrainerInitInfo(rank=0, plan=self.plan, **options)
+        return RdtExecTrainer.trainer_init(info, client=self.client, source=self.source)
+
+    def sync(self, trainer: Any, seed: str) -> dict[str, Any]:
+        """One sync to a checkpoint; how the result differs from a fresh engine's."""
+        self.source.use(self.checkpoints[seed])
+        before = kernel_addresses(self.llm)
+        started = time.perf_counter()
+        trainer.send_weights()
+        seconds = time.perf_counter() - started
+        self.llm.reset_prefix_cache()
+        tokens, state = generate(self.llm), kernel_state(self.llm)
+        return {
+            "checkpoint": seed,
+            "seconds": round(seconds, 3),
+            "generation_equal": tokens == self.tokens[seed],
+            "different": sorted(n for n in state | self.state[seed] if state.get(n) != self.state[seed].get(n)),
+            "compared": len(state),
+            "moved": sorted(n for n, p in kernel_addresses(self.llm).items() if before.get(n) != p),
+        }
+
+
+def try_transports(trial: Trial) -> dict[str, Any]:
+    """Five syncs over each transport; the second trainer's init re-initializes the running engine."""
+    found: dict[str, Any] = {}
+    for transport in ("local", "nixl"):
+        trainer = trial.trainer(transport=transport, repair_reload=trial.moe)
+        found[transport] = [trial.sync(trainer, seed) for seed in "ABABA"]
+        trainer.shutdown()
+    return found
+
+
+def try_faulty_reload(trial: Trial) -> dict[str, Any]:
+    """Without `repair_reload` a model that vLLM would reload wrongly is refused, and serves on unchanged."""
+    tokens, state = generate(trial.llm), kernel_state(trial.llm)
+    reason = refusal(lambda: trial.trainer(transport="local"))
+    return {"reason": reason, "unchanged": generate(trial.llm) == tokens and kernel_state(trial.llm) == state}
+
+
+def try_recovery(trial: Trial) -> dict[str, Any]:
+    """A trainer whose source fails halfway: both ends say so, syncs are refused, and a new init makes all well."""
+    trainer = trial.trainer(transport="local", repair_reload=trial.moe)
+    trial.sync(trainer, "A")
+    trial.source.use(trial.checkpoints["B"])
+    last = list(trial.source.weights)[-1]
+    trial.source.weights[last] = trial.source.weights[last].float()
+    found = {"broken": refusal(trainer.send_weights), "next": refusal(trainer.send_weights)}
+    trainer.shutdown()
+    trial.source.use(trial.checkpoints["B"])
+    trainer = trial.trainer(transport="local", repair_reload=trial.moe)
+    found["after a new init"] = [trial.sync(trainer, seed) for seed in "BA"]
+    trainer.shutdown()
+    return found
+
+
+def try_lifecycle(trial: Trial) -> dict[str, Any]:
+    """Refused inits and syncs on an engine that has a working connection, which must go on working."""
+    found: dict[str, Any] = {"refused": {}, "unchanged": {}, "works_after": {}}
+    no_init = refusal(trial.llm.start_weight_update)
+
+    trainer = trial.trainer(transport="local")
+    good = trial.client.init_info
+    trial.sync(trainer, "A")
+
+    def init(**changes: Any) -> None:
+        trial.llm.init_weight_transfer_engine({"init_info": good | changes})
+
+    def update(index: Any) -> None:
+        trial.client.start_weight_update()
+        trial.client.update_weights({"sync_idx": index})
+
+    attempts: dict[str, Callable[[], Any]] = {
+        "another model's plan": lambda: init(plan=trial.wrong_model),
+        "another layout's plan": lambda: init(plan=trial.wrong_layout),
+        "no such plan": lambda: init(plan=str(trial.directory / "none.plan")),
+        "wrong key": lambda: init(authkey="00" * 32),
+        "wrong transport": lambda: init(transport="nixl"),
+        "many wrong values": lambda: init(
+            transport="pigeon", producers={"x": "y"}, authkey="z", stall_timeout_s=0, replica_rank=3, num_consumers=7
+        ),
+        "unknown setting": lambda: init(colour="red"),
+        "index -2": lambda: update(-2),
+        "index as text": lambda: update("3"),
+        "index as bool": lambda: update(True),
+    }
+    for name, attempt in attempts.items():
+        found["refused"][name] = refusal(attempt)
+        found["unchanged"][name] = (
+            generate(trial.llm) == trial.tokens["A"] and kernel_state(trial.llm) == trial.state["A"]
+        )
+        found["works_after"][name] = _right(trial.sync(trainer, "B")) and _right(trial.sync(trainer, "A"))
+    found["refused"]["not initialized"] = no_init
+
+    init(plan=trial.plan)
+    found["plan by path"] = _right(trial.sync(trainer, "B"))
+    init()
+    found["plan from the producer"] = _right(trial.sync(trainer, "A"))
+    trainer.shutdown()
+    trial.client.extra = {"plan": trial.wrong_model}
+    found["refused"]["another model's plan, at first"] = refusal(lambda: trial.trainer(transport="nixl"))
+    trial.client.extra = {}
+    trainer = trial.trainer(transport="nixl")
+    found["right plan after a wrong one"] = _right(trial.sync(trainer, "B"))
+    trainer.shutdown()
+    return found
+
+
+def _right(sync: dict[str, Any]) -> bool:
+    return sync["generation_equal"] and not sync["different"] and not sync["moved"]
+
+
+def run(trial: Trial) -> dict[str, Any]:
+    """All that applies to this model."""
+    trial.start()
+    result: dict[str, Any] = {}
+    if trial.moe:
+        result["faulty_reload"] = try_faulty_reload(trial)
+    if trial.lifecycle:
+        result["lifecycle"] = try_lifecycle(trial)
+    result["transports"] = try_transports(trial)
+    result["recovery"] = try_recovery(trial)
+    del trial.llm, trial.client
+    gc.collect()
+    return result
+
+
+if __name__ == "__main__":
+    trials = {name: Trial(name, Path(sys.argv[1]) / name) for name in sys.argv[2:]}
+    print(json.dumps({name: run(trial) for name, trial in trials.items()}))
