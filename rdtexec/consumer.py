@@ -137,21 +137,29 @@ class Consumer:
                 facts=self._transport.hello(),
             )
         for rank in needed:
-            answer = self._links[rank].receive(timeout_s)
-            if answer is None:
-                raise TransferError(
-                    f"producer {rank} accepted the connection of consumer {self._me} "
-                    f"but did not answer in {timeout_s:.0f} s",
-                    fix="look whether that producer is stopped",
-                    code="RDT602",
-                )
-            if answer["kind"] != "welcome" or answer.get("rank") != rank:
-                raise TransferError(
-                    f"producer {rank} refused consumer {self._me}: {answer.get('reason') or answer}",
-                    fix="both ends must load the same plan file, and each the part of its own rank",
-                    code="RDT608",
-                )
+            answer = self._answer(rank, "welcome", timeout_s)
             self._transport.connect(rank, answer["facts"])
+        for rank in needed:  # only now give up an earlier connection of this consumer, if there is one
+            self._links[rank].send("commit")
+        for rank in needed:
+            self._answer(rank, "committed", timeout_s)
+
+    def _answer(self, rank: int, kind: str, timeout_s: float) -> Message:
+        answer = self._links[rank].receive(timeout_s)
+        if answer is None:
+            raise TransferError(
+                f"producer {rank} accepted the connection of consumer {self._me} "
+                f"but did not answer in {timeout_s:.0f} s",
+                fix="look whether that producer is stopped",
+                code="RDT602",
+            )
+        if answer["kind"] != kind or answer.get("rank", rank) != rank:
+            raise TransferError(
+                f"producer {rank} refused consumer {self._me}: {answer.get('reason') or answer}",
+                fix="both ends must load the same plan file, and each the part of its own rank",
+                code="RDT608",
+            )
+        return answer
 
     def sync(self, sync_idx: int) -> SyncReport:
         """Transfer the whole model once. `sync_idx` is the trainer's number of this sync; -1 means the next one.

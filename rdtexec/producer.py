@@ -74,6 +74,9 @@ class Producer:
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
         self._strangers: list[Link] = []
+        """Connections that serve nobody yet."""
+        self._welcomed: dict[Link, int] = {}
+        """Strangers that were welcomed as a consumer and have not committed to it."""
         self._lost: dict[int, RdtError] = {}
         """Consumers that were connected and are not, and why."""
         self._failure: RdtError | None = None
@@ -293,7 +296,14 @@ class Producer:
             raise TransferError(f"consumer {cid} sent a message of unknown kind {kind!r}", code="RDT603")
 
     def _greet(self, link: Link, message: Message) -> None:
-        """Admit a consumer that runs the same plan; tell any other what differs."""
+        """Welcome a consumer that runs the same plan; tell any other what differs.
+
+        It takes the place of an earlier connection only when it commits, after every producer welcomed it: a consumer
+        that fails to connect leaves the one that works untouched.
+        """
+        if message["kind"] == "commit" and link in self._welcomed:
+            self._admit(link, self._welcomed[link])
+            return
         if message["kind"] == "plan":
             if self._plan_bytes is None:
                 link.send("refused", reason="this producer does not hand out its plan")
@@ -318,15 +328,20 @@ class Producer:
         facts = self._transport.welcome(cid, message.get("facts") or {})
         link.peer = f"consumer {cid}"
         with self._changed:
-            if link in self._strangers:
-                self._strangers.remove(link)
+            self._welcomed[link] = cid
+        link.send("welcome", rank=self.plan.producer.rank, facts=facts)
+
+    def _admit(self, link: Link, cid: int) -> None:
+        with self._changed:
+            self._strangers.remove(link)
+            del self._welcomed[link]
             old = self._links.pop(cid, None)
             self._lost.pop(cid, None)
             self._links[cid] = link
             self._note_progress()
         if old is not None:
             old.close()
-        link.send("welcome", rank=self.plan.producer.rank, facts=facts)
+        link.send("committed")
 
     def _pair_digest(self, cid: int) -> str | None:
         consumer = self.plan.consumers.get(cid)
@@ -337,6 +352,7 @@ class Producer:
         with self._changed:
             if link in self._strangers:
                 self._strangers.remove(link)
+                self._welcomed.pop(link, None)
             if cid is not None and self._links.get(cid) is link:
                 del self._links[cid]
                 self._lost[cid] = error

@@ -257,6 +257,26 @@ def test_producers_refuse_a_consumer_with_another_plan(tmp_path: Path) -> None:
                 )
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_consumer_that_fails_to_connect_leaves_the_active_one(transport: str, tmp_path: Path) -> None:
+    """One producer welcomes the newcomer, the other is not there: the connection that works goes on working."""
+    with running(PAIR, tmp_path, transport) as fleet:
+        fleet.sync(0)
+        plan = load_worker(tmp_path / "fleet.plan", 0)
+        model = destination_model(plan.consumer.program.parameters)
+        with pytest.raises(TransferError, match=r"RDT604.*producer 1 at /nowhere"):
+            Consumer(
+                plan,
+                Destination(model, plan.consumer.program),
+                CONSUMERS[transport](),
+                {0: fleet.addresses[0], 1: "/nowhere"},
+                authkey=fleet.authkey,
+                connect_timeout_s=0.5,
+            )
+        fleet.sync(1)
+        assert fleet.wrong(1) == {c.name: [] for c in fleet.workers}
+
+
 def test_a_receive_pool_that_does_not_fit_names_the_bytes() -> None:
     """Allocation failures name the exact bytes; nothing is lowered silently."""
     with pytest.raises(TransferError, match=r"RDT610.*4,611,686,018,427,387,904 bytes on cpu"):
