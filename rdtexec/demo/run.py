@@ -154,7 +154,7 @@ def _as_dict(plan: FleetPlan, results: list[TransportResult]) -> dict[str, Any]:
 def _print_table(console: Console, plan: FleetPlan, results: list[TransportResult]) -> None:
     o = plan.overview
     title = f"{TRAINER_RANKS} trainer ranks (2 pipeline stages) -> {plan.topology.workers} workers (TP2 + EP)"
-    headings = ("bytes/worker", "broadcast", "pulls", "chunks", "streams", "seconds per sync", "byte-exact")
+    headings = ("bytes/worker", "broadcast", "pulls", "chunks", "streams", "ms per sync", "byte-exact")
     table = make_table(title, "transport", *headings)
     for r in results:
         table.add_row(
@@ -164,7 +164,7 @@ def _print_table(console: Console, plan: FleetPlan, results: list[TransportResul
             str(max(o.pulls)),
             str(sum(o.pulls)),
             str(max(o.streams)),
-            " ".join(f"{s:.3f}" for s in r.seconds),
+            " ".join(f"{1e3 * s:.0f}" for s in r.seconds),
             f"{r.compared - len(r.wrong)} of {r.compared}",
         )
     console.print(table)

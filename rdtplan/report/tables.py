@@ -10,7 +10,7 @@ def make_table(title: str, label: str, *numbers: str) -> Any:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     table.add_column(label, no_wrap=True)
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
