@@ -31,8 +31,9 @@ def check_syncs(found: dict[str, Any]) -> None:
 
 
 def check_recovery(found: dict[str, Any]) -> None:
-    """A broken source is named; the half-written model is not synced again before a new init."""
+    """A broken source is named; the half-written model is neither finished nor synced again before a new init."""
     assert found["recovery"]["broken"].startswith("RDT607"), found["recovery"]
+    assert found["recovery"]["finish"].startswith("RDT605"), found["recovery"]
     assert found["recovery"]["next"].startswith("RDT605"), found["recovery"]
 
 

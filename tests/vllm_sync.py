@@ -240,6 +240,11 @@ def try_faulty_reload(trial: Trial) -> dict[str, Any]:
     return {"reason": reason, "unchanged": generate(trial.llm) == tokens and kernel_state(trial.llm) == state}
 
 
+def finish(worker: Any) -> None:
+    """Ask the engine itself: vLLM's own state check refuses first when it sees the failure."""
+    worker.weight_transfer_engine.finish_weight_update()
+
+
 def try_recovery(trial: Trial) -> dict[str, Any]:
     """A trainer whose source fails halfway: both ends say so, syncs are refused, and a new init makes all well."""
     trainer = trial.trainer(transport="local", repair_reload=trial.moe)
@@ -247,7 +252,11 @@ def try_recovery(trial: Trial) -> dict[str, Any]:
     trial.source.use(trial.checkpoints["B"])
     last = list(trial.source.weights)[-1]
     trial.source.weights[last] = trial.source.weights[last].float()
-    found = {"broken": refusal(trainer.send_weights), "next": refusal(trainer.send_weights)}
+    found = {
+        "broken": refusal(trainer.send_weights),
+        "finish": refusal(lambda: trial.llm.collective_rpc(finish)),
+        "next": refusal(trainer.send_weights),
+    }
     trainer.shutdown()
     trial.source.use(trial.checkpoints["B"])
     trainer = trial.trainer(transport="local", repair_reload=trial.moe)

@@ -155,14 +155,7 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Put the model into checkpoint format; TransferError RDT605 after a failed sync."""
-        consumer, destination = self._active()
-        if consumer.failed:
-            raise TransferError(
-                f"this worker cannot sync: {consumer.failed}",
-                fix="initialize the transfer engine again; the sync after that writes the whole model",
-                code="RDT605",
-            )
-        destination.begin()
+        self._usable().begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Execute one sync. No device synchronization: the sync itself ends when its last module is complete."""
@@ -182,9 +175,21 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
             raise
 
     def finish_weight_update(self) -> None:
-        """Leave checkpoint format: every module serves from its kernel tensors again."""
-        _, destination = self._active()
-        destination.finish()
+        """Leave checkpoint format: every module serves from its kernel tensors again.
+
+        TransferError RDT605 after a failed sync: finishing it would serve a mixture of old and new weights.
+        """
+        self._usable().finish()
+
+    def _usable(self) -> LayerwiseDestination:
+        consumer, destination = self._active()
+        if consumer.failed:
+            raise TransferError(
+                f"this worker cannot go on: {consumer.failed}",
+                fix="initialize the transfer engine again; the sync after that writes the whole model",
+                code="RDT605",
+            )
+        return destination
 
     def _active(self) -> tuple[Consumer, LayerwiseDestination]:
         if self._consumer is None or self._destination is None:

@@ -8,7 +8,7 @@ place.
 
 vLLM 0.32 and 0.33 have a fault here: the unquantized mixture-of-experts method runs its experts' post-processing only
 the first time, so on platforms whose experts prepack (CPU) a reload leaves raw weights where packed ones are read,
-without a word. `faulty_modules` finds such modules; they are refused, or repaired when the user says so.
+without a word. `reload_is_faulty` finds such modules; they are refused, or repaired when the user says so.
 """
 
 from __future__ import annotations
@@ -137,8 +137,7 @@ class LayerwiseDestination(Destination):
         initialize_layerwise_reload(self._model)
 
     def _bind(self, row: int) -> None:
-        module, _, name = self.program.parameters.names[row].rpartition(".")
-        del module
+        name = self.program.parameters.names[row].rpartition(".")[2]
         layer = self._modules[self.program.parameters.modules[row]]
         self.tensors[row] = getattr(layer, name).data
 
