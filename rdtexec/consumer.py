@@ -1,8 +1,9 @@
 """The consumer: one worker's end of a sync. Pulls by the lane scheduler, scatters behind it, signals frees, counts.
 
-A sync succeeds only when every planned chunk was scattered and completed and every free signal was sent. After a
-failure the parameters are partly new and partly old; the consumer says so, tells the producers, and refuses further
-syncs.
+A sync succeeds only when every planned chunk was scattered and completed, every free signal was sent, and the producers
+said that all other consumers of the sync are as far. After a failure the parameters are partly new and partly old; the
+consumer says so, tells the producers, disconnects, and refuses further syncs. A new consumer, which may take over the
+receive pool, can then connect and write the whole model.
 """
 
 from __future__ import annotations
@@ -10,42 +11,33 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 
-from attrs import frozen
+import torch
+from attrs import evolve, frozen
 
-from rdtexec import schedule
+from rdtexec import checksum, schedule
 from rdtexec.control import Address, Link, Message, dial
 from rdtexec.destination import Destination
-from rdtexec.plans import WorkerPlan
-from rdtexec.pool import ReceivePool, Slot
+from rdtexec.plans import WorkerPlan, chunk_keys
+from rdtexec.pool import PoolGeometry, ReceivePool, Slot
 from rdtexec.producer import PROTOCOL
+from rdtexec.reports import Observer, SyncReport, peak_memory
 from rdtexec.scatter import ModuleHooks, Scatterer, ScatterJob
 from rdtexec.schedule import Pull
+from rdtexec.transport import CONSUMERS, allowed
 from rdtexec.transport.base import ConsumerTransport
+from rdtexec.transport.local import node
 from rdtplan.errors import RdtError, TransferError
 
 CONNECT_TIMEOUT_S = 60.0
 GRACE = 1.25
 """A consumer waits this much longer than a producer, who knows for whom the fleet waits and should speak first."""
+GIVE_UP_S = 30.0
+"""How long a failed sync waits for the copies under way: nothing writes to the model after it was reported."""
 POLL_S = 0.0005
 """How often transfers under way are looked at while no message comes."""
-
-
-@frozen
-class SyncReport:
-    """One sync as a consumer saw it."""
-
-    sync: int
-    pulls: int
-    nbytes: int
-    """Packed bytes of all chunks."""
-    seconds: float
-    wait_s: float
-    """Seconds spent waiting for producers and slots."""
-    scatter_s: float
-    complete_s: float
 
 
 class NoHooks:
@@ -80,19 +72,26 @@ class Consumer:
         self,
         plan: WorkerPlan,
         destination: Destination,
-        transport: ConsumerTransport,
+        transport: str,
         producers: Mapping[int, Address],
         *,
         authkey: bytes,
         hooks: ModuleHooks | None = None,
         stall_timeout_s: float = 300.0,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        pool: ReceivePool | None = None,
+        checksums: str = "off",
+        record_chunks: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         """Allocate, register and connect. All or nothing: a failure gives back what was taken.
 
-        `producers` maps trainer ranks to addresses; every rank that owns part of a gather group must be among them.
+        `transport` is a setting: `auto` lets each producer choose what suits the pair. `producers` maps trainer ranks
+        to addresses; every rank that owns part of a gather group must be among them. `pool` is that of an earlier
+        consumer, to be used again; TransferError RDT618 when the plan needs another. With `checksums` full, a sync in
+        which the producers proved fewer chunks than there are fails.
         """
-        self.plan, self._destination, self._transport = plan, destination, transport
+        self.plan, self._destination = plan, destination
         self._stall_timeout_s = stall_timeout_s * GRACE
         self._program = plan.consumer.program
         self._me = plan.consumer.consumer_id
@@ -101,23 +100,48 @@ class Consumer:
         self._slots = plan.settings.num_rdt_buffers
         self._owners = plan.owners_of_group
         self._first_of_chunk, self._last_of_chunk = _by_chunk(plan)
-        self._pool: ReceivePool | None = None
-        if transport.needs_slots:
-            self._pool = ReceivePool(self._lanes, self._slots, plan.slot_nbytes, destination.device)
+        self._checksums, self._record_chunks = checksums, record_chunks
+        self._observer = observer or Observer("consumer", self._me, plan.identity)
+        self._pool = pool
+        if pool is not None:
+            self._check_pool(pool)
+            self._pool = pool.renewed()
+        self._transports: dict[str, ConsumerTransport] = {}
+        self._uses: dict[int, ConsumerTransport] = {}
+        """Transport of each producer that this worker pulls from."""
         self._links: dict[int, Link] = {}
         self._scatterer = Scatterer(destination.device, _FillThenHooks(hooks or NoHooks(), destination))
         self._syncs = 0
         self._failed = ""
         self._closed = False
         try:
-            transport.attach(plan, destination, self._pool)
-            self._connect(producers, authkey, connect_timeout_s)
+            self._connect(producers, self._permitted(transport), authkey, connect_timeout_s)
         except BaseException:
             self._failed = "it never connected"
             self.close()
             raise
 
-    def _connect(self, producers: Mapping[int, Address], authkey: bytes, timeout_s: float) -> None:
+    def _permitted(self, setting: str) -> list[str]:
+        names = list(allowed(setting))
+        if setting == "auto" and self._destination.device.type != "cpu":
+            names.remove("local")  # it moves host memory only
+        return names
+
+    def _check_pool(self, pool: ReceivePool) -> None:
+        have, wanted = pool.geometry, self._pool_geometry()
+        if evolve(have, slot_nbytes=0) != evolve(wanted, slot_nbytes=0) or have.slot_nbytes < wanted.slot_nbytes:
+            raise TransferError(
+                f"consumer {self._me} runs with {have}; this plan needs {wanted}",
+                fix="keep num_rdt_buffers, stages_in_flight, staging_device and the chunk size, or restart the worker",
+                code="RDT618",
+            )
+
+    def _pool_geometry(self) -> PoolGeometry:
+        return PoolGeometry(self._lanes, self._slots, self.plan.slot_nbytes, self.plan.settings.staging_device)
+
+    def _connect(
+        self, producers: Mapping[int, Address], transports: list[str], authkey: bytes, timeout_s: float
+    ) -> None:
         pairs = dict(self.plan.consumer.routing.pair_digests)
         needed = sorted({r for owners in self._owners for r in owners})
         missing = [r for r in needed if r not in producers]
@@ -131,18 +155,34 @@ class Consumer:
                 "hello",
                 protocol=PROTOCOL,
                 consumer=self._me,
-                transport=self._transport.name,
+                transports=transports,
+                node=node(),
                 plan=self.plan.identity,
                 pair=pairs.get(rank),
-                facts=self._transport.hello(),
             )
         for rank in needed:
             answer = self._answer(rank, "welcome", timeout_s)
-            self._transport.connect(rank, answer["facts"])
+            if rank in pairs:
+                self._uses[rank] = self._transport(answer["transport"])
+                self._uses[rank].connect(rank, answer["facts"])
         for rank in needed:  # only now give up an earlier connection of this consumer, if there is one
             self._links[rank].send("commit")
         for rank in needed:
             self._answer(rank, "committed", timeout_s)
+
+    def _transport(self, name: str) -> ConsumerTransport:
+        found = self._transports.get(name)
+        if found is None:
+            found = CONSUMERS[name]()
+            if found.needs_slots and self._pool is None:
+                self._pool = ReceivePool(self._pool_geometry(), self._destination.device)
+            found.attach(self.plan, self._destination, self._pool)
+            self._transports[name] = found
+        return found
+
+    def transport_of(self, producer: int) -> str:
+        """The transport that moves what comes from `producer`."""
+        return self._uses[producer].name
 
     def _answer(self, rank: int, kind: str, timeout_s: float) -> Message:
         answer = self._links[rank].receive(timeout_s)
@@ -181,11 +221,15 @@ class Consumer:
         except BaseException as error:
             reason = error.message if isinstance(error, RdtError) else f"{type(error).__name__}: {error}"
             self._failed = f"sync {number} failed ({reason}), the model is partly overwritten"
+            self._scatterer.cancel(GIVE_UP_S)
             for link in self._links.values():
                 with contextlib.suppress(RdtError):
-                    link.send("failed", reason=f"consumer {self._me}: {reason}")
+                    link.send("failed", sync=number, reason=f"consumer {self._me}: {reason}")
+                link.close()
+            self._observer.failed(number, error)
             raise
         self._syncs += 1
+        self._observer.succeeded(report)
         return report
 
     @property
@@ -193,16 +237,29 @@ class Consumer:
         """Why the model may be partly overwritten and no sync is possible any more; empty as long as all is well."""
         return self._failed
 
+    @property
+    def pool(self) -> ReceivePool | None:
+        """The receive pool, for the next consumer of this worker; None when there is none to be had.
+
+        A pool that a transfer may still write to, or that a stuck thread may still read, stays with this consumer.
+        """
+        return None if self._poisoned else self._pool
+
+    @property
+    def _poisoned(self) -> bool:
+        return any(t.inflight for t in self._transports.values() if t.needs_slots) or self._scatterer.stuck
+
     def close(self) -> None:
-        """Drain, stop the threads (30 s at most), release memory. After a failure memory stays parked."""
+        """Drain, stop the threads (30 s at most), release memory. What may still be written to stays parked."""
         if self._closed:
             return
         self._closed = True
-        stopped = self._scatterer.close()
+        self._scatterer.close()
         for link in self._links.values():
             link.close()
-        if hasattr(self._transport, "_plan"):
-            self._transport.close(poisoned=bool(self._failed) or not stopped)
+        poisoned = self._poisoned
+        for transport in self._transports.values():
+            transport.close(poisoned=poisoned)
 
 
 def _by_chunk(plan: WorkerPlan) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
@@ -226,6 +283,14 @@ class _Sync:
         self._routing = consumer.plan.consumer.routing
         self._issued: dict[int, tuple[Pull, float]] = {}
         self._landed: set[Pull] = set()
+        self._proofs: dict[int, str] = {}
+        self._checked = 0
+        self._began = time.perf_counter()
+        self._times: dict[int, list[float]] = {}
+        """Chunk -> issued, ready, landed, scattered, in seconds since the sync began."""
+        self._transfer_s = 0.0
+        self._done: set[int] = set()
+        """Producers that said that all consumers are complete."""
         self._counting = threading.Lock()
         self._scattered = 0
         self._signals = 0
@@ -234,7 +299,6 @@ class _Sync:
 
     def execute(self) -> SyncReport:
         c = self._c
-        started = time.perf_counter()
         c._scatterer.reset()
         c._destination.fill(None)
         for group, after in enumerate(self._program.free_after):
@@ -249,6 +313,30 @@ class _Sync:
             effects=self,
         )
         c._scatterer.drain(c._stall_timeout_s)
+        self._check_complete()
+        for link in c._links.values():
+            link.send("complete", sync=self._number)
+        self._await_everybody()
+        return self._report()
+
+    def _await_everybody(self) -> None:
+        """Until every producer has said that all consumers are complete: then all report success, or none does."""
+        started = time.perf_counter()
+        deadline = time.monotonic() + self._c._stall_timeout_s
+        while missing := [rank for rank in self._c._links if rank not in self._done]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransferError(
+                    f"sync {self._number} of consumer {self._c._me} is complete, but producers {missing[:8]} did not "
+                    f"say within {self._c._stall_timeout_s:.1f} s that the others are",
+                    fix="look at the producers named, and at the consumers that they wait for",
+                    code="RDT602",
+                )
+            self._receive(left)
+        self._wait_s += time.perf_counter() - started
+
+    def _check_complete(self) -> None:
+        c = self._c
         planned = len(self._program.chunks)
         wanted = sum(len(owners) for owners in c._owners)
         if self._scattered != planned or self._signals != wanted:
@@ -257,15 +345,36 @@ class _Sync:
                 f"{self._signals} of {wanted} free signals sent",
                 code="RDT622",
             )
+        if c._checksums == "full" and self._checked != planned:
+            raise TransferError(
+                f"sync {self._number} of consumer {c._me}: {self._checked} of {planned} chunks were proved by checksum",
+                fix="set checksums=full on every trainer rank",
+                code="RDT622",
+            )
+
+    def _report(self) -> SyncReport:
+        c = self._c
         return SyncReport(
             sync=self._number,
-            pulls=planned,
-            nbytes=sum(self._program.chunks.nbytes),
-            seconds=time.perf_counter() - started,
+            pulls=len(self._program.chunks),
+            bytes=sum(self._program.chunks.nbytes),
+            seconds=time.perf_counter() - self._began,
             wait_s=self._wait_s,
+            transfer_s=self._transfer_s,
             scatter_s=c._scatterer.scatter_s,
             complete_s=c._scatterer.complete_s,
+            peak_memory=peak_memory(c._destination.device),
+            checked=self._checked,
+            chunks=tuple((chunk, t[0], t[1], t[2], t[3]) for chunk, t in sorted(self._times.items()))
+            if c._record_chunks
+            else (),
         )
+
+    def _note(self, chunk: int) -> float:
+        """The next moment in the life of a chunk."""
+        now = time.perf_counter() - self._began
+        self._times.setdefault(chunk, []).append(now)
+        return now
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
@@ -278,6 +387,7 @@ class _Sync:
 
     def issue(self, pull: Pull) -> None:
         self._issued[pull.chunk] = (pull, time.monotonic())
+        self._note(pull.chunk)
         self._link(pull.chunk).send("pull", sync=self._number, chunk=pull.chunk)
         self._last_event = time.monotonic()
 
@@ -288,16 +398,19 @@ class _Sync:
         chunk, c = pull.chunk, self._c
         self._landed.discard(pull)
         del self._issued[chunk]
+        transport = c._uses[self._routing.producer[chunk]]
+        proof = self._proofs.pop(chunk, None)
         job = ScatterJob(
             label=c.plan.chunk_label(chunk),
-            copies=c._transport.copies(pull),
+            copies=transport.copies(pull),
             first=c._first_of_chunk.get(chunk, ()),
             last=c._last_of_chunk.get(chunk, ()),
-            slot=self._slot(pull.lane, pull.slot),
-            done=lambda: self._after_scatter(chunk),
+            slot=self._slot(pull.lane, pull.slot) if transport.needs_slots else None,
+            check=None if proof is None else lambda written: self._check(chunk, proof, written),
+            done=lambda: self._after_scatter(chunk, transport.frees_on_landing),
         )
         c._scatterer.submit(job)
-        if c._transport.frees_on_landing:
+        if transport.frees_on_landing:
             self._free_after(chunk)
 
     def wait(self, timeout_s: float | None) -> None:
@@ -321,14 +434,19 @@ class _Sync:
                     with c._pool.changed:
                         c._pool.changed.wait(min(left, schedule.RECHECK_S))
                     return
-                if self._receive(POLL_S if c._transport.reading else left):
+                reading = any(t.inflight for t in c._transports.values())
+                if self._receive(POLL_S if reading else left):
                     self._take_landed()
                     return
         finally:
             self._wait_s += time.perf_counter() - started
 
     def _take_landed(self) -> bool:
-        found = self._c._transport.poll()
+        found = [pull for transport in self._c._transports.values() for pull in transport.poll()]
+        for pull in found:
+            self._transfer_s += self._note(pull.chunk) - self._times[pull.chunk][1]
+            if self._c._observer.verbose:
+                self._c._observer.chunk("landed", self._number, self._c.plan.chunk_label(pull.chunk))
         if found:
             self._landed.update(found)
             self._last_event = time.monotonic()
@@ -336,7 +454,7 @@ class _Sync:
 
     def _receive(self, timeout_s: float) -> bool:
         """Handle the messages that are there; False when none came in time."""
-        links = {link.connection: (rank, link) for rank, link in self._c._links.items()}
+        links = {link.connection: (rank, link) for rank, link in self._c._links.items() if rank not in self._done}
         ready = wait(list(links), min(timeout_s, 1.0))
         for connection in ready:
             rank, link = links[connection]  # type: ignore[index]
@@ -349,7 +467,12 @@ class _Sync:
     def _handle(self, rank: int, message: Message) -> None:
         kind = message["kind"]
         if kind == "failed":
+            if message.get("sync") != self._number:
+                return  # of a sync that this consumer has behind it
             raise TransferError(f"sync {self._number}: {message.get('reason')}", code="RDT606")
+        if kind == "done" and message.get("sync") == self._number:
+            self._done.add(rank)
+            return
         chunk = message.get("chunk")
         if kind != "ready" or message.get("sync") != self._number or chunk not in self._issued:
             raise TransferError(
@@ -357,7 +480,27 @@ class _Sync:
                 f"{self._c._me} did not ask for in sync {self._number}",
                 code="RDT603",
             )
-        self._c._transport.begin_read(self._issued[chunk][0], rank, message["facts"])
+        if "checksum" in message:
+            self._proofs[chunk] = str(message["checksum"])
+        self._note(chunk)
+        self._c._uses[rank].begin_read(self._issued[chunk][0], rank, message["facts"])
+
+    def _check(self, chunk: int, proof: str, written: Sequence[torch.Tensor]) -> None:
+        """Hold what was written to what the producer's source holds. Runs in the scatter thread."""
+        found = checksum.digest(written)
+        if found != proof:
+            c = self._c
+            keys = chunk_keys(self._program, chunk)
+            names = [c.plan.manifest.names[self._program.keys.source[k]] for k in keys]
+            raise TransferError(
+                f"sync {self._number} of consumer {c._me}: {c.plan.chunk_label(chunk)} arrived with other bytes than "
+                f"producer {self._routing.producer[chunk]} holds: checksum {proof} there, {found} here; it carries "
+                f"{names[0]!r} and {len(set(names)) - 1} more names",
+                fix="a transfer or the memory of one of the two processes is faulty; do not serve from this model",
+                code="RDT623",
+            )
+        with self._counting:
+            self._checked += 1
 
     def _stalled(self) -> TransferError:
         c = self._c
@@ -381,10 +524,11 @@ class _Sync:
     def _link(self, chunk: int) -> Link:
         return self._c._links[self._routing.producer[chunk]]
 
-    def _after_scatter(self, chunk: int) -> None:
+    def _after_scatter(self, chunk: int, freed: bool) -> None:
         with self._counting:
             self._scattered += 1
-        if not self._c._transport.frees_on_landing:
+            self._note(chunk)
+        if not freed:
             self._free_after(chunk)
 
     def _free_after(self, chunk: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 
 import torch
@@ -43,3 +44,11 @@ class CudaLane:
 def make_lane(device: torch.device) -> HostLane | CudaLane:
     """A lane of work on `device`."""
     return CudaLane(device) if device.type == "cuda" else HostLane()
+
+
+def page_lock_memory(memory: torch.Tensor) -> None:
+    """Page-lock host memory whole, for the life of the process; RuntimeError when the driver refuses."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(status) != 0:
+        raise RuntimeError(f"cudaHostRegister of {memory.numel():,} bytes failed with {status}")
+    weakref.finalize(memory.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, memory.data_ptr())

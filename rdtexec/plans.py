@@ -68,6 +68,7 @@ class TrainerPlan:
     manifest: Manifest
     ownership: Ownership
     groups: tuple[GatherGroup, ...]
+    topology: InferenceTopology
     settings: TransferSettings
 
     def own_names(self, group: int) -> list[int]:
@@ -156,6 +157,7 @@ def load_trainer(path: str | os.PathLike[str], rank: int) -> TrainerPlan:
             manifest=manifest,
             ownership=ownership,
             groups=groups,
+            topology=topology,
             settings=file.field("settings"),
         )
 

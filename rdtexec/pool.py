@@ -13,7 +13,9 @@ import threading
 from typing import Any
 
 import torch
+from attrs import frozen
 
+from rdtexec.device import page_lock_memory
 from rdtplan.errors import TransferError
 
 
@@ -47,28 +49,59 @@ class Slot:
             return self._read_done is None or bool(self._read_done.query())
 
 
-class ReceivePool:
-    """`lanes * slots_per_lane` slots of exactly `slot_nbytes` bytes each, in one allocation on `device`."""
+@frozen
+class PoolGeometry:
+    """What a receive pool is made of; it stays for as long as workers run."""
 
-    def __init__(self, lanes: int, slots_per_lane: int, slot_nbytes: int, device: torch.device) -> None:
+    lanes: int
+    slots_per_lane: int
+    slot_nbytes: int
+    staging: str
+    """`gpu`, the worker's own device, or `host`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.lanes * self.slots_per_lane * self.slot_nbytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.lanes} lanes of {self.slots_per_lane} slots of {self.slot_nbytes:,} bytes (staging {self.staging})"
+        )
+
+
+class ReceivePool:
+    """Slots of exactly the geometry's size, in one allocation on the worker's device, or page-locked in host memory."""
+
+    def __init__(self, geometry: PoolGeometry, device: torch.device) -> None:
         """TransferError RDT610 with the exact bytes asked for when the memory is not there."""
-        nbytes = lanes * slots_per_lane * slot_nbytes
+        self.geometry = geometry
+        page_lock = geometry.staging == "host" and device.type == "cuda"
+        where = torch.device("cpu") if page_lock else device
         try:
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self.memory = torch.empty(geometry.nbytes, dtype=torch.uint8, device=where)
+            if page_lock:
+                page_lock_memory(self.memory)
         except (RuntimeError, MemoryError) as error:
             raise TransferError(
-                f"the receive pool does not fit: {nbytes:,} bytes on {device} for {lanes} lanes of "
-                f"{slots_per_lane} slots of {slot_nbytes:,} bytes: {str(error).splitlines()[0][:160]}",
+                f"the receive pool does not fit: {geometry.nbytes:,} bytes on {where} for {geometry}: "
+                f"{str(error).splitlines()[0][:160]}",
                 fix="compile with a smaller --max-chunk-mb, or lower num_rdt_buffers or stages_in_flight",
                 code="RDT610",
             ) from None
         self.changed = threading.Condition()
         """Notified whenever a slot may have become free."""
-        self.slot_nbytes = slot_nbytes
         self.slots = [
             [
-                Slot(self.memory[i * slot_nbytes : (i + 1) * slot_nbytes], self.changed)
-                for i in range(lane * slots_per_lane, (lane + 1) * slots_per_lane)
+                Slot(self.memory[i * geometry.slot_nbytes : (i + 1) * geometry.slot_nbytes], self.changed)
+                for i in range(lane * geometry.slots_per_lane, (lane + 1) * geometry.slots_per_lane)
             ]
-            for lane in range(lanes)
+            for lane in range(geometry.lanes)
         ]
+
+    def renewed(self) -> ReceivePool:
+        """The same memory with slots that nobody has used yet, for the next consumer."""
+        fresh = ReceivePool.__new__(ReceivePool)
+        fresh.geometry, fresh.memory, fresh.changed = self.geometry, self.memory, threading.Condition()
+        fresh.slots = [[Slot(slot.buffer, fresh.changed) for slot in lane] for lane in self.slots]
+        return fresh

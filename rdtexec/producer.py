@@ -3,29 +3,38 @@
 Two threads share one lock. The caller's thread runs `sync`: it gathers (which may be a collective), publishes, and
 waits for credit. The control thread owns the sockets: it accepts consumers, takes their pulls and free signals, packs
 and answers. All decisions are in `ServeState`; this file only carries them out.
+
+A failed sync ends with every consumer told why. The producer itself can go on: the next sync waits until every consumer
+that is to take part is connected, those that failed anew, and begins from nothing. So a restarted worker can rejoin
+between two syncs, and a sync can be run with those that are left, with no word between trainer ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Protocol
 
 import torch
-from attrs import frozen
 
+from rdtexec import checksum, payload
 from rdtexec.control import Address, Link, Message, listen, send_plan
-from rdtexec.plans import TrainerPlan
-from rdtexec.serving import ServeState
+from rdtexec.destination import strided, typed
+from rdtexec.plans import TrainerPlan, chunk_scatters
+from rdtexec.reports import LOG, Observer, ProducerReport, peak_memory
+from rdtexec.serving import Serve, ServeState, sharers
+from rdtexec.transport import PRODUCERS, allowed
 from rdtexec.transport.base import ProducerTransport
-from rdtplan.errors import RdtError, TransferError
+from rdtexec.transport.local import node
+from rdtplan.errors import InputError, RdtError, TransferError
 
-PROTOCOL = 1
+PROTOCOL = 2
+RECONNECT_S = 15.0
+"""How long a sync waits for a consumer that was connected and is not; the stall timeout, where that is shorter."""
 
 
 class GroupSource(Protocol):
@@ -38,19 +47,6 @@ class GroupSource(Protocol):
         """The full tensors of `names`, in that order. They stay unchanged until the group is freed."""
 
 
-@frozen
-class ProducerReport:
-    """One sync as a producer saw it."""
-
-    sync: int
-    groups: int
-    served: int
-    """Chunks served."""
-    seconds: float
-    gather_s: float
-    publish_s: float
-
-
 class Producer:
     """The serving side of one trainer rank. Make it, hand its `address` to the consumers, call `sync` for each sync."""
 
@@ -58,31 +54,55 @@ class Producer:
         self,
         plan: TrainerPlan,
         source: GroupSource,
-        transport: ProducerTransport,
+        transport: str,
         *,
         authkey: bytes,
         address: Address | None = None,
+        device: torch.device | None = None,
         stall_timeout_s: float = 300.0,
         plan_bytes: bytes | None = None,
+        checksums: str = "off",
+        on_identical: str = "warn",
+        observer: Observer | None = None,
     ) -> None:
-        """`plan_bytes`, the plan file, is what consumers get that ask for it; without it they must have it already."""
+        """`transport` is a setting: `auto` lets each consumer use the best that it can.
+
+        `device` is where chunks are packed, host memory unless given. `plan_bytes`, the plan file, is what consumers
+        get that ask for it; without it they must have it already. InputError names every setting that is wrong.
+        """
+        _check_settings(checksums=checksums, on_identical=on_identical, stall_timeout_s=stall_timeout_s)
         self._plan_bytes = plan_bytes
-        self.plan, self._source, self._transport = plan, source, transport
+        self.plan, self._source = plan, source
+        self._allowed = allowed(transport)
+        self._device = device or torch.device("cpu")
+        self._transports: dict[str, ProducerTransport] = {}
+        """Made when the first consumer comes that uses it."""
+        self._active: tuple[ProducerTransport, ...] = ()
+        """Those of the running sync."""
         self._stall_timeout_s = stall_timeout_s
-        self._state = ServeState(plan, share_slots=transport.share_slots)
-        transport.attach(plan, {c: self._state.sharers(c) for c in plan.consumers})
+        self._checksums, self._on_identical = checksums, on_identical
+        self._sample = payload.PayloadSample()
+        self._published: dict[int, torch.Tensor] = {}
+        """Tensors of published groups by manifest index; kept for checksums alone."""
+        self._observer = observer or Observer("producer", plan.producer.rank, plan.identity)
+        self._state = ServeState(plan)
         self._changed = threading.Condition()
+        self._serving = threading.Lock()
+        """Held while the control thread serves or releases, and by a reset: no sync can begin under an old pack."""
         self._links: dict[int, Link] = {}
+        self._uses: dict[int, str] = {}
+        """Transport of each connected consumer."""
         self._strangers: list[Link] = []
         """Connections that serve nobody yet."""
-        self._welcomed: dict[Link, int] = {}
-        """Strangers that were welcomed as a consumer and have not committed to it."""
+        self._welcomed: dict[Link, tuple[int, str]] = {}
+        """Strangers that were welcomed as a consumer, with a transport, and have not committed to it."""
         self._lost: dict[int, RdtError] = {}
         """Consumers that were connected and are not, and why."""
         self._failure: RdtError | None = None
+        self._cancelled: tuple[int, RdtError] | None = None
         self._progress = time.monotonic()
+        self._serve_s = 0.0
         self._closing = False
-        self._pid = os.getpid()
         self._waker, self._wake = Pipe(duplex=False)
         self._listener = listen(address, authkey=authkey)
         self.address: Address = self._listener.address
@@ -95,60 +115,161 @@ class Producer:
 
     # -- the caller's thread -------------------------------------------------------------------------------------------
 
-    def sync(self, sync: int) -> ProducerReport:
-        """Send every group of one sync. TransferError when a consumer dies, stalls, or the source is wrong."""
+    def sync(self, sync: int, live: Collection[int] | None = None) -> ProducerReport:
+        """Send every group of one sync to the consumers `live`, all of the plan unless given.
+
+        Every trainer rank must be given the same. TransferError when one of them dies, stalls, or the source is wrong;
+        another sync can be run afterwards.
+        """
+        taking_part = self._taking_part(live)
         started = time.perf_counter()
-        gather_s = publish_s = 0.0
-        with self._changed:
-            self._raise_failure()
-            for cid, error in self._lost.items():
-                raise TransferError(
-                    f"sync {sync} cannot start on producer {self.plan.producer.rank}: {error.message}",
-                    fix=f"restart and reconnect consumer {cid}",
-                    code=error.code,
-                )
-            self._state.begin(sync, self.plan.consumer_ids)
-            self._source.start()
-            self._note_progress()
-        self._kick()
+        gather_s = publish_s = wait_s = 0.0
         try:
+            self._begin(sync, taking_part)
             while True:
+                at = time.perf_counter()
                 group = self._next_group()
+                wait_s += time.perf_counter() - at
                 if group is None:
                     break
                 at = time.perf_counter()
                 tensors = self._gather(group)
                 gather_s += time.perf_counter() - at
                 at = time.perf_counter()
-                self._transport.publish(group, tensors)
+                self._publish(group, tensors)
                 publish_s += time.perf_counter() - at
-                with self._changed:
-                    self._state.publish(group)
-                    self._note_progress()
-                self._kick()
-            self._wait(lambda: self._state.finished, "the last groups to be freed")
+            at = time.perf_counter()
+            self._wait(lambda: self._state.finished, "the last groups to be freed and the models to be complete")
+            wait_s += time.perf_counter() - at
+            self._tell_done(sync, taking_part)
         except BaseException as error:
-            self._abort(error)
+            self._abort(error, sync, taking_part)
+            self._observer.failed(sync, error)
             raise
         finally:
             with self._changed:
                 self._state.end()
-        return ProducerReport(
-            sync,
-            len(self.plan.producer.groups),
-            self._state.served,
-            time.perf_counter() - started,
-            gather_s,
-            publish_s,
+        report = ProducerReport(
+            sync=sync,
+            groups=len(self.plan.producer.groups),
+            pulls=self._state.served,
+            bytes=self._state.served_bytes,
+            seconds=time.perf_counter() - started,
+            gather_s=gather_s,
+            publish_s=publish_s,
+            serve_s=self._serve_s,
+            wait_s=wait_s,
+            peak_memory=peak_memory(self._device),
+            identical=self._sample.identical,
+            sampled=self._sample.compared,
         )
+        self._observer.succeeded(report)
+        if report.identical:
+            self._alarm(report)
+        return report
+
+    def cancel(self, sync: int, reason: str) -> None:
+        """Fail a sync from outside, from any thread, whether it has begun or not."""
+        error = TransferError(f"sync {sync}: {reason}", code="RDT606")
+        with self._changed:
+            self._cancelled = (sync, error)
+            self._changed.notify_all()
+            running = self._state.running and self._state.sync == sync
+        if running:
+            self._abort(error, sync, self._state.live)
+
+    def _taking_part(self, live: Collection[int] | None) -> tuple[int, ...]:
+        everyone = self.plan.consumer_ids if self.plan.producer.groups else ()  # nobody connects to who has nothing
+        if live is None or not everyone:
+            return everyone
+        chosen = tuple(sorted(set(live)))
+        if not chosen or not set(chosen) <= set(everyone):
+            raise InputError(
+                f"live_consumer_ids must be some of 0 to {len(everyone) - 1}, are {list(live)}",
+                fix="name the consumers that are to take part, or None for all",
+                code="RDT113",
+            )
+        return chosen
+
+    def _begin(self, sync: int, live: tuple[int, ...]) -> None:
+        """Wait for the consumers of this sync, forget what a failed one left, and open the gate."""
+        with self._changed:
+            self._await_consumers(sync, live)
+            with self._serving:
+                if self._failure is not None:
+                    for transport in self._transports.values():
+                        transport.reset()
+                    self._published.clear()
+                    self._sample.forget()
+                self._failure = None
+                self._active = tuple(self._transports.values())
+            self._serve_s = 0.0
+            self._sample.start()
+            self._source.start()
+            sharing = [c for c in live if c in self._uses and self._transports[self._uses[c]].share_slots]
+            self._state.begin(sync, live, sharing)
+            self._note_progress()
+        self._kick()
+
+    def _await_consumers(self, sync: int, live: tuple[int, ...]) -> None:
+        """Every consumer of the sync is connected, or TransferError says which is not and why. Holds the lock."""
+        began = time.monotonic()
+        while absent := [c for c in live if c not in self._links]:
+            self._raise_cancelled(sync)
+            gone = [c for c in absent if c in self._lost]
+            patience = min(RECONNECT_S, self._stall_timeout_s) if gone else self._stall_timeout_s
+            left = began + patience - time.monotonic()
+            if left <= 0:
+                cid = (gone or absent)[0]
+                why = self._lost[cid].message if gone else f"consumer {cid} has not connected"
+                raise TransferError(
+                    f"sync {sync} cannot start on producer {self.plan.producer.rank}: {why} "
+                    f"(waited {patience:.1f} s for consumers {absent[:8]})",
+                    fix="restart and reconnect them, or sync with the others (live_consumer_ids)",
+                    code=self._lost[cid].code if gone else "RDT602",
+                )
+            self._changed.wait(left)
+        self._raise_cancelled(sync)
+
+    def _raise_cancelled(self, sync: int) -> None:
+        if self._cancelled is not None and self._cancelled[0] == sync:
+            raise self._cancelled[1]
+
+    def _tell_done(self, sync: int, live: tuple[int, ...]) -> None:
+        """Everybody is complete: only now may anybody report success."""
+        with self._changed:
+            links = [self._links[cid] for cid in live if cid in self._links]
+        for link in links:
+            _send_unless_gone(link, "done", sync=sync)
+
+    def _publish(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
+        if self._on_identical != "ignore":
+            self._sample.add(group, tensors)
+        for transport in self._active:
+            transport.publish(group, tensors)
+        if self._checksums != "off":
+            self._published.update(tensors)
+        with self._changed:
+            self._state.publish(group)
+            self._note_progress()
+        self._kick()
+
+    def _alarm(self, report: ProducerReport) -> None:
+        what = (
+            f"sync {report.sync} of producer {self.plan.producer.rank} sent what the sync before sent: none of "
+            f"{report.sampled:,} sampled elements changed"
+        )
+        fix = "look whether the optimizer stepped, and whether the source reads the trained weights"
+        if self._on_identical == "fail":
+            raise TransferError(what, fix=fix, code="RDT624")
+        LOG.warning("%s; %s", what, fix)
 
     def _next_group(self) -> int | None:
         self._wait(lambda: self._state.all_gathered or self._state.next_group() is not None, "a gather credit")
         with self._changed:
             return self._state.next_group()
 
-    def _wait(self, condition: object, what: str) -> None:
-        assert callable(condition)
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
         with self._changed:
             while not condition():
                 self._raise_failure()
@@ -205,7 +326,8 @@ class Producer:
         self._listener.close()
         for link in [*self._links.values(), *self._strangers]:
             link.close()
-        self._transport.close()
+        for transport in self._transports.values():
+            transport.close()
 
     def _unblock_accept(self) -> None:
         """`accept` cannot be interrupted; connecting to it ends the wait."""
@@ -231,16 +353,17 @@ class Producer:
         with contextlib.suppress(OSError):
             self._wake.send_bytes(b"1")
 
-    def _abort(self, error: BaseException) -> None:
-        """Tell every consumer why, so that none of them waits for its own deadline."""
+    def _abort(self, error: BaseException, sync: int, live: Collection[int]) -> None:
+        """Tell every consumer of the sync why, so that none of them waits for its own deadline."""
         reason = error.message if isinstance(error, RdtError) else f"{type(error).__name__}: {error}"
         with self._changed:
             if self._failure is None:
                 self._failure = error if isinstance(error, RdtError) else TransferError(reason, code="RDT606")
-            links = list(self._links.values())
+            links = [link for cid, link in self._links.items() if cid in live]
+            self._changed.notify_all()
         for link in links:
             with contextlib.suppress(RdtError):
-                link.send("failed", reason=f"producer {self.plan.producer.rank}: {reason}")
+                link.send("failed", sync=sync, reason=f"producer {self.plan.producer.rank}: {reason}")
 
     # -- the control thread --------------------------------------------------------------------------------------------
 
@@ -257,9 +380,10 @@ class Producer:
     def _control_loop(self) -> None:
         while not self._closing:
             with self._changed:
-                links = {link.connection: (cid, link) for cid, link in self._links.items()}
+                links: dict[Connection, tuple[int | None, Link]] = {}
+                links |= {link.connection: (cid, link) for cid, link in self._links.items()}
                 links |= {link.connection: (None, link) for link in self._strangers}
-            ready: list[Connection] = wait([self._waker, *links])  # type: ignore[assignment,list-item]
+            ready: list[Connection] = wait([self._waker, *links])  # type: ignore[assignment]
             for connection in ready:
                 if connection is self._waker:
                     self._waker.recv_bytes()
@@ -274,9 +398,7 @@ class Producer:
             try:
                 self._serve()
             except BaseException as error:
-                self._abort(error)
-                with self._changed:
-                    self._changed.notify_all()
+                self._abort(error, self._state.sync, self._state.live)
 
     def _handle(self, cid: int | None, link: Link, message: Message) -> None:
         kind = message["kind"]
@@ -290,7 +412,13 @@ class Producer:
             with self._changed:
                 self._state.free(cid, _int(message, "sync"), _int(message, "group"))
                 self._note_progress()
+        elif kind == "complete":
+            with self._changed:
+                self._state.complete(cid, _int(message, "sync"))
+                self._note_progress()
         elif kind == "failed":
+            if _int(message, "sync") > self._state.sync:  # it has failed already, here it has not begun
+                self.cancel(message["sync"], str(message.get("reason")))
             raise TransferError(str(message.get("reason")), code="RDT606")
         else:
             raise TransferError(f"consumer {cid} sent a message of unknown kind {kind!r}", code="RDT603")
@@ -302,7 +430,7 @@ class Producer:
         that fails to connect leaves the one that works untouched.
         """
         if message["kind"] == "commit" and link in self._welcomed:
-            self._admit(link, self._welcomed[link])
+            self._admit(link, *self._welcomed[link])
             return
         if message["kind"] == "plan":
             if self._plan_bytes is None:
@@ -313,34 +441,68 @@ class Producer:
         cid = message.get("consumer")
         expected = {
             "protocol": PROTOCOL,
-            "transport": self._transport.name,
             "plan": self.plan.identity,
             "pair": self._pair_digest(cid) if isinstance(cid, int) else None,
         }
         for field, value in expected.items():
             if message.get(field) != value:
                 ours = f"producer {self.plan.producer.rank} has {value!r}"
-                link.send("refused", reason=f"{field}: consumer {cid} has {message.get(field)!r}, {ours}")
-                raise TransferError(f"consumer {cid} was refused: its {field} differs", code="RDT603")
+                raise self._refusal(link, cid, f"{field}: consumer {cid} has {message.get(field)!r}, {ours}")
         if not isinstance(cid, int) or cid not in self.plan.consumer_ids:
-            link.send("refused", reason=f"consumer id {cid!r} is not in the plan")
-            raise TransferError(f"consumer {cid!r} is not in the plan", code="RDT603")
-        facts = self._transport.welcome(cid, message.get("facts") or {})
+            raise self._refusal(link, cid, f"consumer id {cid!r} is not in the plan")
+        name = self._choose(message)
+        if name is None:
+            theirs = f"consumer {cid} can use {message.get('transports')} (on this node: {self._is_near(message)})"
+            raise self._refusal(link, cid, f"transport: {theirs}, this producer {list(self._allowed)}")
+        try:
+            facts = self._transport(name).welcome(cid) if cid in self.plan.consumers else {}
+        except RdtError as error:
+            raise self._refusal(link, cid, error.message) from None
         link.peer = f"consumer {cid}"
         with self._changed:
-            self._welcomed[link] = cid
-        link.send("welcome", rank=self.plan.producer.rank, facts=facts)
+            self._welcomed[link] = (cid, name)
+        link.send("welcome", rank=self.plan.producer.rank, transport=name, facts=facts)
 
-    def _admit(self, link: Link, cid: int) -> None:
+    def _refusal(self, link: Link, cid: object, reason: str) -> TransferError:
+        """Tell a consumer why it is not welcome; the error to raise here."""
+        link.send("refused", reason=reason)
+        return TransferError(f"consumer {cid!r} was refused: {reason}", code="RDT603")
+
+    def _choose(self, message: Message) -> str | None:
+        """The first transport of the consumer's list that this producer permits and the pair can use."""
+        offered = message.get("transports")
+        for name in offered if isinstance(offered, list) else ():
+            if name in self._allowed and (name != "local" or self._allowed == ("local",) or self._is_near(message)):
+                return str(name)
+        return None
+
+    def _is_near(self, message: Message) -> bool:
+        return bool(message.get("node") == node())
+
+    def _transport(self, name: str) -> ProducerTransport:
+        """Made on first use; it takes part from the next sync on."""
+        found = self._transports.get(name)
+        if found is None:
+            found = PRODUCERS[name](self._device)
+            found.attach(self.plan, sharers(self.plan))
+            with self._changed:
+                self._transports[name] = found
+        return found
+
+    def _admit(self, link: Link, cid: int, transport: str) -> None:
         with self._changed:
             self._strangers.remove(link)
             del self._welcomed[link]
             old = self._links.pop(cid, None)
             self._lost.pop(cid, None)
             self._links[cid] = link
+            if cid in self.plan.consumers:
+                self._uses[cid] = transport
+            self._state.forget(cid)
             self._note_progress()
         if old is not None:
             old.close()
+            self._fail(cid, TransferError(f"consumer {cid} connected anew during the sync", code="RDT601"))
         link.send("committed")
 
     def _pair_digest(self, cid: int) -> str | None:
@@ -356,31 +518,82 @@ class Producer:
             if cid is not None and self._links.get(cid) is link:
                 del self._links[cid]
                 self._lost[cid] = error
-                if self._state.running and self._failure is None:
-                    self._failure = TransferError(
-                        f"sync {self._state.sync} failed on producer {self.plan.producer.rank}: {error.message}",
-                        fix=error.fix,
-                        code=error.code,
-                    )
             self._changed.notify_all()
         link.close()
-        if self._failure is not None:
-            self._abort(self._failure)
+        if cid is not None:
+            self._fail(cid, error)
+
+    def _fail(self, cid: int, error: RdtError) -> None:
+        """Fail the running sync, if `cid` takes part in it: the gather may be long, so everybody is told from here."""
+        state = self._state
+        if state.running and cid in state.live:
+            what = f"sync {state.sync} failed on producer {self.plan.producer.rank}: {error.message}"
+            self._abort(TransferError(what, fix=error.fix, code=error.code), state.sync, state.live)
 
     def _serve(self) -> None:
         with self._changed:
             serves = self._state.take_ready()
             sync = self._state.sync
         for serve in serves:
-            facts = self._transport.serve(serve.consumers[0], serve.chunk, serve.seq)
+            at = time.perf_counter()
+            with self._serving:
+                if not self._state.running:
+                    return
+                facts = self._transports[self._uses[serve.consumers[0]]].serve(
+                    serve.consumers[0], serve.chunk, serve.seq
+                )
+                proof = self._proof(serve, sync)
+            self._serve_s += time.perf_counter() - at
             for cid in serve.consumers:
                 link = self._links.get(cid)
                 if link is not None:
-                    link.send("ready", sync=sync, chunk=serve.chunk, facts=facts)
+                    _send_unless_gone(link, "ready", sync=sync, chunk=serve.chunk, facts=facts, **proof)
         with self._changed:  # one critical section: the gather thread must not see the credit before the memory
-            for group in self._state.take_released():
-                self._transport.release(group)
+            released = self._state.take_released()
+            with self._serving:
+                for group in released:
+                    for transport in self._active:
+                        transport.release(group)
+                    for k in self.plan.own_names(group) if self._published else ():
+                        self._published.pop(k, None)
+            if released:
                 self._note_progress()
+
+    def _proof(self, serve: Serve, sync: int) -> dict[str, str]:
+        """The digest of a chunk's slices where the trainer holds them, when this chunk is to be checked."""
+        if not checksum.wanted(self._checksums, sync, serve.chunk):
+            return {}
+        program = self.plan.consumers[serve.consumers[0]].program
+        slices: dict[int, torch.Tensor] = {}
+        for s in chunk_scatters(program, serve.chunk):
+            key = program.scatters.key[s]
+            if key not in slices:
+                k = program.keys.source[key]
+                full = typed(self._published[k], program.dtype_table[program.keys.dtype[key]])
+                slices[key] = strided(full, program.regions[program.keys.region[key]])
+        order = (slices[program.scatters.key[s]] for s in chunk_scatters(program, serve.chunk))
+        return {"checksum": checksum.digest(order)}
+
+
+def _send_unless_gone(link: Link, kind: str, **fields: object) -> None:
+    """A peer that is gone is noticed where its messages are read: the last of them may say why."""
+    try:
+        link.send(kind, **fields)
+    except RdtError as error:
+        if error.code != "RDT601":
+            raise
+
+
+def _check_settings(*, checksums: str, on_identical: str, stall_timeout_s: float) -> None:
+    wrong = []
+    if checksums not in checksum.MODES:
+        wrong.append(f"checksums must be one of {', '.join(checksum.MODES)}, is {checksums!r}")
+    if on_identical not in payload.MODES:
+        wrong.append(f"on_identical must be one of {', '.join(payload.MODES)}, is {on_identical!r}")
+    if stall_timeout_s <= 0:
+        wrong.append(f"stall_timeout_s must be positive, is {stall_timeout_s}")
+    if wrong:
+        raise InputError("; ".join(wrong), code="RDT111")
 
 
 def _int(message: Message, field: str) -> int:

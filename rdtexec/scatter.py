@@ -51,6 +51,8 @@ class ScatterJob:
     last: tuple[int, ...]
     slot: Slot | None
     done: Callable[[], None]
+    check: Callable[[Sequence[torch.Tensor]], None] | None = None
+    """Looks at the destination views after the copies and raises when they are wrong."""
 
 
 class Scatterer:
@@ -68,6 +70,8 @@ class Scatterer:
         self.scatter_s = 0.0
         """Seconds spent in copies since the last `reset_clock`."""
         self.complete_s = 0.0
+        self.stuck = False
+        """Is a thread still at work that was told to stop?"""
         self._threads = [
             threading.Thread(target=self._scatter_loop, name="rdtexec-scatter", daemon=True),
             threading.Thread(target=self._complete_loop, name="rdtexec-complete", daemon=True),
@@ -103,10 +107,16 @@ class Scatterer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def reset(self) -> None:
-        """Forget a failed sync. The caller has drained."""
+    def cancel(self, timeout_s: float) -> None:
+        """The sync failed: what is queued only publishes its slots; waits for what is being written now."""
         with self._lock:
-            self._error, self._broken = None, False
+            self._broken = True
+            self.stuck = not self._lock.wait_for(lambda: self._open_jobs == 0, timeout_s)
+            self._error = None
+
+    def reset(self) -> None:
+        """A sync begins. The caller has drained."""
+        with self._lock:
             self.scatter_s = self.complete_s = 0.0
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
@@ -115,7 +125,8 @@ class Scatterer:
         self._jobs.put(None)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        self.stuck = self.stuck or any(thread.is_alive() for thread in self._threads)
+        return not self.stuck
 
     def _raise_error(self) -> None:
         with self._lock:
@@ -151,6 +162,8 @@ class Scatterer:
                         dests, sources = job.copies()
                         if dests:
                             torch._foreach_copy_(dests, sources)
+                        if job.check is not None:
+                            job.check(dests)
                     event = lane.record()
             except BaseException as error:
                 self._fail(error, f"scattering {job.label} failed")

@@ -6,12 +6,13 @@ Invariants:
   asked;
 - a group is released when every live consumer has freed it, and is never served after that;
 - at most `gather_lookahead + 1` groups are published and unreleased, whatever the consumers do;
-- pulls and signals for a sync that has not begun are kept for it; those of an older sync are dropped.
+- pulls and signals for a sync that has not begun are kept for it; those of an older sync are dropped;
+- a sync is finished when every group is released and every live consumer has said that its model is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from attrs import define, frozen
 
@@ -34,29 +35,33 @@ class _Early:
     frees: list[tuple[int, int]]
 
 
+def sharers(plan: TrainerPlan) -> dict[int, tuple[int, ...]]:
+    """By consumer id: the consumers that execute the same chunks from the same producers, itself included."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for cid, consumer in sorted(plan.consumers.items()):
+        alike.setdefault((id(consumer.program), id(consumer.routing)), []).append(cid)
+    return {cid: tuple(members) for members in alike.values() for cid in members}
+
+
 class ServeState:
     """The state of one producer over its syncs."""
 
-    def __init__(self, plan: TrainerPlan, *, share_slots: bool) -> None:
+    def __init__(self, plan: TrainerPlan) -> None:
         self.plan = plan
         self._groups = plan.producer.groups
         self._seq = {(s.consumer_id, c): i for s in plan.producer.servings for i, c in enumerate(s.chunks)}
-        self._sharers: dict[int, tuple[int, ...]] = {}
-        alike: dict[tuple[int, int], list[int]] = {}
-        for cid, consumer in sorted(plan.consumers.items()):
-            key = (id(consumer.program), id(consumer.routing)) if share_slots else (cid, cid)
-            alike.setdefault(key, []).append(cid)
-        for members in alike.values():
-            for cid in members:
-                self._sharers[cid] = tuple(members)
+        self._alike = sharers(plan)
+        self._sharing: frozenset[int] = frozenset()
         self.sync = -1
         self.running = False
         self._early: dict[int, _Early] = {}
         self._reset(())
 
-    def sharers(self, consumer: int) -> tuple[int, ...]:
-        """Consumers that use the same serve slots as `consumer`, itself included."""
-        return self._sharers[consumer]
+    def _sharers(self, consumer: int) -> tuple[int, ...]:
+        """Consumers that use the same serve slots as `consumer` in this sync, itself included."""
+        if consumer not in self._sharing:
+            return (consumer,)
+        return tuple(c for c in self._alike[consumer] if c in self._sharing)
 
     def _reset(self, live: Sequence[int]) -> None:
         self._live = frozenset(live)
@@ -67,13 +72,18 @@ class ServeState:
         self._asked: dict[tuple[tuple[int, ...], int], set[int]] = {}
         self._ready: list[Serve] = []
         self._to_release: list[int] = []
-        self.served = 0
+        self._complete: set[int] = set()
+        self.served = self.served_bytes = 0
 
-    def begin(self, sync: int, live: Sequence[int]) -> None:
-        """Start a sync with the given live consumers; replays what arrived early for it."""
+    def begin(self, sync: int, live: Sequence[int], sharing: Collection[int] = ()) -> None:
+        """Start a sync with the given live consumers; replays what arrived early for it.
+
+        `sharing` are the consumers whose transport lets those that execute the same plan read one serve slot.
+        """
         if self.running:
             raise TransferError(f"sync {sync} was begun while sync {self.sync} is running", code="RDT605")
         self.sync, self.running = sync, True
+        self._sharing = frozenset(sharing).intersection(live)
         self._reset(live)
         early = self._early.pop(sync, _Early([], []))
         for stale in [s for s in self._early if s < sync]:
@@ -86,6 +96,12 @@ class ServeState:
     def end(self) -> None:
         """The sync is over, well or not."""
         self.running = False
+
+    def forget(self, consumer: int) -> None:
+        """A consumer came anew: what an earlier connection of it sent early does not count."""
+        for early in self._early.values():
+            early.pulls = [p for p in early.pulls if p[0] != consumer]
+            early.frees = [f for f in early.frees if f[0] != consumer]
 
     def next_group(self) -> int | None:
         """The group to gather now, None while there is no credit or nothing is left."""
@@ -101,8 +117,13 @@ class ServeState:
 
     @property
     def finished(self) -> bool:
-        """Every group gathered and released."""
-        return len(self._released) == len(self._groups)
+        """Every group was gathered and released, and every live consumer has put its model together."""
+        return len(self._released) == len(self._groups) and self._live <= self._complete
+
+    def complete(self, consumer: int, sync: int) -> None:
+        """A consumer has scattered and post-processed everything."""
+        if sync == self.sync and self.running:
+            self._complete.add(consumer)
 
     def publish(self, group: int) -> None:
         """`group` (the one `next_group` named) can be served from now on."""
@@ -125,9 +146,9 @@ class ServeState:
         if self._is_early(sync):
             self._early.setdefault(sync, _Early([], [])).pulls.append((consumer, chunk))
             return
-        if sync != self.sync or not self.running:
+        if sync != self.sync or not self.running or consumer not in self._live:
             return
-        sharers = self._sharers[consumer]
+        sharers = self._sharers(consumer)
         self._asked.setdefault((sharers, chunk), set()).add(consumer)
         self._try_serve(sharers, chunk)
 
@@ -152,8 +173,13 @@ class ServeState:
 
     def take_ready(self) -> list[Serve]:
         """Serves that became possible since the last call."""
+        if not self.running:
+            return []
         found, self._ready = self._ready, []
-        self.served += sum(len(s.consumers) for s in found)
+        for serve in found:
+            self.served += len(serve.consumers)
+            nbytes = self.plan.consumers[serve.consumers[0]].program.chunks.nbytes[serve.chunk]
+            self.served_bytes += nbytes * len(serve.consumers)
         return found
 
     def take_released(self) -> list[int]:
@@ -161,9 +187,16 @@ class ServeState:
 
         The caller gives their memory back before anybody can ask `next_group` again.
         """
+        if not self.running:
+            return []
         found, self._to_release = self._to_release, []
         self._released.update(found)
         return found
+
+    @property
+    def live(self) -> frozenset[int]:
+        """Consumers that take part in this sync."""
+        return self._live
 
     def _try_serve(self, sharers: tuple[int, ...], chunk: int) -> None:
         program = self.plan.consumers[sharers[0]].program
@@ -195,4 +228,6 @@ class ServeState:
         ]
         if not self.all_gathered:
             parts.append(f"{len(self._groups) - self._gathered} groups are still to be gathered")
+        if not parts and not self._live <= self._complete:
+            parts.append(f"consumers {sorted(self._live - self._complete)[:8]} have not said that they are complete")
         return "; ".join(parts) or "nothing"

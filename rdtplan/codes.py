@@ -92,6 +92,16 @@ CODES: dict[str, Code] = {
         "The init info of a vLLM worker or trainer rank has wrong values; all are named together.",
         "Mend what the message names.",
     ),
+    "RDT112": Code(
+        "statistics not writable",
+        "The directory for statistics cannot be written, or the port for metrics is taken.",
+        "Give a directory that can be written and a free port, or neither.",
+    ),
+    "RDT113": Code(
+        "bad live consumers",
+        "The consumers named for a sync are none, or are not all in the plan.",
+        "Name consumer ids of the plan, or None for all.",
+    ),
     # -- dry run -----------------------------------------------------------------------------------------------
     "RDT200": Code(
         "loader cannot be compiled",
@@ -372,6 +382,16 @@ CODES: dict[str, Code] = {
         "A one-sided READ from a producer failed, or the producer cannot be reached through NIXL.",
         "Look whether that producer still runs and whether the fabric reaches it.",
     ),
+    "RDT617": Code(
+        "Ray transport not possible",
+        "This process is in no Ray cluster, Ray is too old, or a producer's ring actor is not reached.",
+        "Let trainer and workers join one Ray cluster with NIXL installed, or use another transport.",
+    ),
+    "RDT618": Code(
+        "other receive pool",
+        "A worker that already runs was given a plan that needs a receive pool of another geometry.",
+        "Keep num_rdt_buffers, stages_in_flight, staging_device and the chunk size, or restart the worker.",
+    ),
     "RDT620": Code(
         "scatter failed",
         "Writing landed weights into the model, or completing a module, failed.",
@@ -386,6 +406,16 @@ CODES: dict[str, Code] = {
         "sync incomplete",
         "Fewer chunks were scattered, or fewer free signals sent, than the plan has.",
         "Report a bug with the log of this worker; reload the model before serving from it.",
+    ),
+    "RDT623": Code(
+        "bytes differ",
+        "The checksum of a chunk at its destination is not that of the trainer's own tensors.",
+        "Do not serve from this model; look for faulty memory or a faulty transfer between the two processes.",
+    ),
+    "RDT624": Code(
+        "identical payload",
+        "A sync sent what the one before had sent: nothing was trained, or the wrong tensors are published.",
+        "Look whether the optimizer stepped and the source reads the trained weights; on_identical=ignore if meant.",
     ),
     "RDT631": Code(
         "vLLM reloads this model wrongly",

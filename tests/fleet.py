@@ -24,7 +24,6 @@ from rdtexec.demo.processes import poison, serve_commands
 from rdtexec.destination import Destination
 from rdtexec.plans import load_trainer, load_worker
 from rdtexec.producer import Producer
-from rdtexec.transport import CONSUMERS, PRODUCERS
 from rdtplan.ir.file import write_plan
 from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.plan import FleetPlan
@@ -168,7 +167,7 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
             Producer(
                 plan,
                 source,
-                PRODUCERS[setup.transport](),
+                setup.transport,
                 authkey=setup.authkey,
                 stall_timeout_s=setup.stall_timeout_s,
             )
@@ -198,7 +197,7 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
             Consumer(
                 plan,
                 Destination(model, program),
-                CONSUMERS[setup.transport](),
+                setup.transport,
                 addresses,
                 authkey=setup.authkey,
                 hooks=hooks,

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rdtexec.pool import ReceivePool, Slot  # noqa: E402
+from rdtexec.pool import PoolGeometry, ReceivePool, Slot  # noqa: E402
 from rdtplan.errors import TransferError  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -26,11 +26,11 @@ class Event:
 
 
 def make_slot() -> Slot:
-    return ReceivePool(1, 1, 64, CPU).slots[0][0]
+    return ReceivePool(PoolGeometry(1, 1, 64, "gpu"), CPU).slots[0][0]
 
 
 def test_slots_divide_one_allocation() -> None:
-    pool = ReceivePool(3, 2, 64, CPU)
+    pool = ReceivePool(PoolGeometry(3, 2, 64, "gpu"), CPU)
     assert pool.memory.numel() == 3 * 2 * 64 and pool.memory.dtype == torch.uint8
     starts = [slot.buffer.data_ptr() - pool.memory.data_ptr() for lane in pool.slots for slot in lane]
     assert starts == [0, 64, 128, 192, 256, 320]
@@ -40,7 +40,7 @@ def test_slots_divide_one_allocation() -> None:
 
 def test_memory_that_is_not_there_is_named_to_the_byte() -> None:
     with pytest.raises(TransferError) as caught:
-        ReceivePool(2, 3, 1 << 58, CPU)
+        ReceivePool(PoolGeometry(2, 3, 1 << 58, "gpu"), CPU)
     assert caught.value.code == "RDT610"
     for word in (f"{6 << 58:,} bytes on cpu", "2 lanes of 3 slots", f"{1 << 58:,} bytes"):
         assert word in caught.value.message
@@ -90,7 +90,7 @@ def test_all_queued_scatters_must_be_done() -> None:
 
 
 def test_publish_wakes_who_waits() -> None:
-    pool = ReceivePool(2, 1, 64, CPU)
+    pool = ReceivePool(PoolGeometry(2, 1, 64, "gpu"), CPU)
     slot = pool.slots[1][0]
     slot.queue()
     woken = threading.Event()
@@ -110,7 +110,7 @@ def test_publish_wakes_who_waits() -> None:
 
 def test_no_read_ever_sees_a_later_pull() -> None:
     """A scheduler and a scatter thread over two slots: what is read is what was pulled into the slot for it."""
-    pool = ReceivePool(1, 2, 1024, CPU)
+    pool = ReceivePool(PoolGeometry(1, 2, 1024, "gpu"), CPU)
     jobs: list[tuple[int, Slot]] = []
     ready = threading.Condition()
     wrong: list[int] = []

@@ -13,8 +13,7 @@ import torch
 from rdtexec.consumer import Consumer
 from rdtexec.destination import Destination
 from rdtexec.plans import load_trainer, load_worker
-from rdtexec.pool import ReceivePool
-from rdtexec.transport import CONSUMERS
+from rdtexec.pool import PoolGeometry, ReceivePool
 from rdtplan.errors import PlanFormatError, PlanMismatch, RdtError, TransferError
 from rdtplan.ir.file import write_plan
 from rdtplan.ir.topology import InferenceTopology, Position, TransferSettings
@@ -251,7 +250,7 @@ def test_producers_refuse_a_consumer_with_another_plan(tmp_path: Path) -> None:
                 Consumer(
                     plan,
                     Destination(model, plan.consumer.program),
-                    CONSUMERS["local"](),
+                    "local",
                     fleet.addresses,
                     authkey=key,
                 )
@@ -268,7 +267,7 @@ def test_a_consumer_that_fails_to_connect_leaves_the_active_one(transport: str, 
             Consumer(
                 plan,
                 Destination(model, plan.consumer.program),
-                CONSUMERS[transport](),
+                transport,
                 {0: fleet.addresses[0], 1: "/nowhere"},
                 authkey=fleet.authkey,
                 connect_timeout_s=0.5,
@@ -280,7 +279,7 @@ def test_a_consumer_that_fails_to_connect_leaves_the_active_one(transport: str, 
 def test_a_receive_pool_that_does_not_fit_names_the_bytes() -> None:
     """Allocation failures name the exact bytes; nothing is lowered silently."""
     with pytest.raises(TransferError, match=r"RDT610.*4,611,686,018,427,387,904 bytes on cpu"):
-        ReceivePool(2, 2, 1 << 60, torch.device("cpu"))
+        ReceivePool(PoolGeometry(2, 2, 1 << 60, "gpu"), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("bad", [-2, 1.0, True, "1", None])
@@ -303,7 +302,7 @@ def test_missing_producers_are_named(tmp_path: Path) -> None:
         Consumer(
             plan,
             Destination(model, plan.consumer.program),
-            CONSUMERS["local"](),
+            "local",
             {0: "/nowhere"},
             authkey=b"x",
         )

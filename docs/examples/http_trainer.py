@@ -66,7 +66,7 @@ def main() -> None:
             post(args.url, "resume")
             report = trainer.last_report
             assert report is not None
-            print(f"{checkpoint}: {report.served} chunks in {report.seconds:.3f} s")
+            print(f"{checkpoint}: {report.pulls} chunks in {report.seconds:.3f} s")
     finally:
         trainer.shutdown()
 

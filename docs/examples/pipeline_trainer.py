@@ -74,7 +74,7 @@ def main() -> None:
         trainer.send_weights()
         report = trainer.last_report
         assert report is not None
-        print(f"rank {rank}: sync {report.sync} served {report.served} chunks in {report.seconds:.3f} s", flush=True)
+        print(f"rank {rank}: sync {report.sync} served {report.pulls} chunks in {report.seconds:.3f} s", flush=True)
     dist.barrier()
     trainer.shutdown()
     dist.destroy_process_group()

@@ -21,7 +21,6 @@ from rdtexec.control import Address
 from rdtexec.destination import Destination
 from rdtexec.plans import load_trainer, load_worker
 from rdtexec.producer import Producer
-from rdtexec.transport import CONSUMERS, PRODUCERS
 from rdtplan.errors import RdtError
 from rdtplan.ir.topology import InferenceTopology, Position
 
@@ -79,7 +78,7 @@ def producer_main(
     def start(transport: str) -> Address:
         _close_all(live)
         plan = load_trainer(plan_path, rank)
-        live.append(Producer(plan, source, PRODUCERS[transport](), authkey=authkey, stall_timeout_s=stall_timeout_s))
+        live.append(Producer(plan, source, transport, authkey=authkey, stall_timeout_s=stall_timeout_s))
         return live[0].address
 
     def sync(argument: tuple[int, str]) -> Any:
@@ -126,7 +125,7 @@ def consumer_main(pipe: Connection, spec: WorkerSpec) -> None:
                 Consumer(
                     plan,
                     Destination(model, plan.consumer.program),
-                    CONSUMERS[transport](),
+                    transport,
                     producers,
                     authkey=spec.authkey,
                     stall_timeout_s=spec.stall_timeout_s,

@@ -2,15 +2,16 @@
 
 Life cycle, the same for all implementations:
 
-1. Producer: made once with the trainer's plan. Consumer: made once with the worker's plan and destination.
-2. `hello()` (consumer) and `welcome()` (producer) exchange what each must know of the other, once a connection; the
-   consumer keeps it in `connect()`.
+1. Producer: made with the trainer's plan when the first consumer comes that uses this transport. Consumer: made with
+   the worker's plan and destination when the first producer chose this transport for the pair.
+2. `welcome()` (producer) says what a consumer must know, once a connection; the consumer keeps it in `connect()`.
 3. A sync. The producer calls `publish()` for each gathered group, `serve()` for each pull whose group is published
    (the returned fields go to the consumers), `release()` when a group's last free signal came. The consumer calls
    `begin_read()` when the producer says ready, `poll()` until the pull is in `landed`, and `copies()` in the scatter
    thread.
-4. `close()` on both sides. After a failed sync the consumer passes `poisoned=True`: a transfer may still be under way,
-   so memory that it could write to must not be reused.
+4. After a failed sync the producer calls `reset()` and can go on; the consumer is closed, and a new one connects.
+5. `close()` on both sides. A consumer that still has `inflight` transfers is poisoned: the memory that they could
+   write to stays parked for the life of the process.
 
 `frees_on_landing` says when a consumer may signal that it is done with a group: when the bytes have landed in a slot
 of its own, or, where it copies straight from the producer's memory, only after the copy.
@@ -42,10 +43,6 @@ class ConsumerTransport(ABC):
     def attach(self, plan: WorkerPlan, destination: Any, pool: ReceivePool | None) -> None:
         """Bind to the plan and the memory, once, before anything else."""
 
-    def hello(self) -> dict[str, Any]:
-        """Facts for the producer."""
-        return {}
-
     @abstractmethod
     def connect(self, producer: int, welcome: dict[str, Any]) -> None:
         """Keep what the producer said."""
@@ -60,8 +57,8 @@ class ConsumerTransport(ABC):
 
     @property
     @abstractmethod
-    def reading(self) -> bool:
-        """True while a transfer is under way, so that `poll` must be called again."""
+    def inflight(self) -> int:
+        """Transfers under way: `poll` must be called again, and the pool cannot be given to anybody else."""
 
     @abstractmethod
     def copies(self, pull: Pull) -> Copies:
@@ -69,7 +66,7 @@ class ConsumerTransport(ABC):
 
     @abstractmethod
     def close(self, *, poisoned: bool) -> None:
-        """Give everything back."""
+        """Give everything back; `poisoned` when transfers or reads may still be under way."""
 
 
 class ProducerTransport(ABC):
@@ -77,15 +74,15 @@ class ProducerTransport(ABC):
 
     name: ClassVar[str]
     share_slots: ClassVar[bool]
-    """Do consumers with the same plan read one packed slot?"""
+    """Do consumers that execute the same chunks from the same producers read one packed slot?"""
 
     @abstractmethod
     def attach(self, plan: TrainerPlan, sharers: dict[int, tuple[int, ...]]) -> None:
-        """Bind to the plan; `sharers[c]` are the consumers that share serve slots with c."""
+        """Bind to the plan; `sharers[c]` are the consumers that may share serve slots with c, itself included."""
 
     @abstractmethod
-    def welcome(self, consumer: int, hello: dict[str, Any]) -> dict[str, Any]:
-        """Facts for the consumer."""
+    def welcome(self, consumer: int) -> dict[str, Any]:
+        """Facts for the consumer. Memory that only this consumer and its sharers need is taken here."""
 
     @abstractmethod
     def publish(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
@@ -98,6 +95,10 @@ class ProducerTransport(ABC):
     @abstractmethod
     def release(self, group: int) -> None:
         """The group's memory may be reused."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """A sync failed: forget every published group. Nobody reads them any more."""
 
     @abstractmethod
     def close(self) -> None:

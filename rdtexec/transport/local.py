@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,12 @@ from rdtplan.ir.plan import GatherGroup
 from rdtplan.ir.topology import Ownership
 
 NAME_ALIGNMENT = 64
+
+
+def node() -> str:
+    """Processes with equal values can map each other's memory: one kernel, one PID namespace, one user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.geteuid()}"
 
 
 def group_layout(manifest: Manifest, ownership: Ownership, group: GatherGroup, rank: int) -> tuple[dict[int, int], int]:
@@ -54,6 +61,9 @@ class LocalProducer(ProducerTransport):
     name: ClassVar[str] = "local"
     share_slots: ClassVar[bool] = False
 
+    def __init__(self, device: torch.device) -> None:
+        """The arena lies in host memory, whatever `device` the trainer computes on."""
+
     def attach(self, plan: TrainerPlan, sharers: dict[int, tuple[int, ...]]) -> None:
         self._plan = plan
         rank = plan.producer.rank
@@ -77,7 +87,7 @@ class LocalProducer(ProducerTransport):
                 code="RDT611",
             ) from None
 
-    def welcome(self, consumer: int, hello: dict[str, Any]) -> dict[str, Any]:
+    def welcome(self, consumer: int) -> dict[str, Any]:
         return {"pid": os.getpid(), "fd": self._fd, "nbytes": len(self._memory), "slot_nbytes": self._slot_nbytes}
 
     def publish(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
@@ -95,6 +105,10 @@ class LocalProducer(ProducerTransport):
 
     def release(self, group: int) -> None:
         self._free.append(self._slot_of.pop(group))
+
+    def reset(self) -> None:
+        for group in list(self._slot_of):
+            self.release(group)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -147,8 +161,8 @@ class LocalConsumer(ConsumerTransport):
         return found
 
     @property
-    def reading(self) -> bool:
-        return bool(self._landed)
+    def inflight(self) -> int:
+        return len(self._landed)
 
     def copies(self, pull: Pull) -> Copies:
         producer, slot = self._where[pull.chunk]

@@ -17,15 +17,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from rdtexec.destination import Destination, packed_slice, strided, typed
-from rdtexec.plans import TrainerPlan, WorkerPlan, chunk_keys
+from rdtexec.destination import Destination
+from rdtexec.plans import TrainerPlan, WorkerPlan
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
-from rdtexec.transport.base import ConsumerTransport, Copies, ProducerTransport
+from rdtexec.transport.base import ProducerTransport
+from rdtexec.transport.packed import PackedConsumer, ServeRings
 from rdtplan.errors import TransferError
-from rdtplan.ir.regions import Region
 
-PAGE = 4096
 _POISONED: list[Any] = []
 """Memory that an aborted transfer may still write to; kept on purpose until the process ends."""
 
@@ -48,6 +47,18 @@ def _memory_type(memory: torch.Tensor) -> tuple[str, int]:
     return ("VRAM", memory.device.index or 0) if memory.is_cuda else ("DRAM", 0)
 
 
+def _serve_memory(rank: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Flat uint8 memory of a serve ring; TransferError RDT611 with the bytes when it is not there."""
+    try:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise TransferError(
+            f"producer {rank}: a serve ring does not fit: {nbytes:,} bytes on {device}: {str(error)[:160]}",
+            fix="compile with a smaller --max-chunk-mb, or lower num_rdt_buffers",
+            code="RDT611",
+        ) from None
+
+
 def _register(agent: Any, memory: torch.Tensor, what: str) -> Any:
     try:
         return agent.register_memory([memory])
@@ -60,106 +71,67 @@ def _register(agent: Any, memory: torch.Tensor, what: str) -> Any:
 
 
 class NixlProducer(ProducerTransport):
-    """Serve rings: K slots for every set of sharers, each as large as their largest chunk."""
+    """Serve rings in registered memory."""
 
     name: ClassVar[str] = "nixl"
     share_slots: ClassVar[bool] = True
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
+    def __init__(self, device: torch.device) -> None:
+        """`device` is where chunks are packed."""
+        self._device = device
 
     def attach(self, plan: TrainerPlan, sharers: dict[int, tuple[int, ...]]) -> None:
-        self._plan = plan
-        rank = plan.producer.rank
-        self._k = plan.settings.num_rdt_buffers
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._names_of: dict[int, list[int]] = {}
-        self._rings: dict[tuple[int, ...], tuple[int, int]] = {}
-        at = 0
-        for serving in plan.producer.servings:
-            members = sharers[serving.consumer_id]
-            if members not in self._rings:
-                slot = -(-max(serving.slot_nbytes, 1) // PAGE) * PAGE
-                self._rings[members] = (at, slot)
-                at += slot * self._k
-        self._sharers = sharers
-        try:
-            self._memory = torch.zeros(max(at, PAGE), dtype=torch.uint8, device=self._device)
-        except (RuntimeError, MemoryError) as error:
-            raise TransferError(
-                f"producer {rank}: the serve rings do not fit: {at:,} bytes on {self._device}: {str(error)[:160]}",
-                fix="compile with a smaller --max-chunk-mb, or lower num_rdt_buffers",
-                code="RDT611",
-            ) from None
-        self._agent = _make_agent(f"rdtexec-producer-{rank}")
-        self._registration = _register(self._agent, self._memory, "the serve rings")
-        self._views: dict[tuple[tuple[int, ...], int], tuple[tuple[int, ...], list[Any], list[Any]]] = {}
+        self._rank = plan.producer.rank
+        self._agent = _make_agent(f"rdtexec-producer-{self._rank}")
+        self._registrations: list[Any] = []
+        self._rings = ServeRings(plan, sharers, self._allocate)
 
-    def welcome(self, consumer: int, hello: dict[str, Any]) -> dict[str, Any]:
-        ring, slot = self._rings.get(self._sharers.get(consumer, ()), (0, 0))
-        kind, device = _memory_type(self._memory)
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        memory = _serve_memory(self._rank, nbytes, self._device)
+        self._registrations.append(_register(self._agent, memory, f"a serve ring of producer {self._rank}"))
+        return memory
+
+    def welcome(self, consumer: int) -> dict[str, Any]:
+        memory, slot_nbytes = self._rings.ring(consumer)
+        kind, device = _memory_type(memory)
         return {
             "agent": base64.b64encode(self._agent.get_agent_metadata()).decode(),
-            "address": self._memory.data_ptr() + ring,
-            "slot_nbytes": slot,
+            "address": memory.data_ptr(),
+            "slot_nbytes": slot_nbytes,
             "memory": kind,
             "device": device,
         }
 
     def publish(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
-        self._tensors.update(tensors)
-        self._names_of[group] = list(tensors)
+        self._rings.publish(group, tensors)
 
     def serve(self, consumer: int, chunk: int, seq: int) -> dict[str, Any]:
-        members = self._sharers[consumer]
-        ring, slot_nbytes = self._rings[members]
-        program = self._plan.consumers[consumer].program
-        keys = chunk_keys(program, chunk)
-        addresses = tuple(self._tensors[program.keys.source[k]].data_ptr() for k in keys)
-        cached = self._views.get((members, chunk))
-        if cached is None or cached[0] != addresses:
-            base = ring + (seq % self._k) * slot_nbytes
-            packed = self._memory[base : base + slot_nbytes]
-            dests: list[torch.Tensor] = []
-            sources: list[torch.Tensor] = []
-            for k in keys:
-                region = program.regions[program.keys.region[k]]
-                full = typed(self._tensors[program.keys.source[k]], program.dtype_table[program.keys.dtype[k]])
-                sources.append(strided(full, Region(region.shape, region.stride, region.offset)))
-                dests.append(packed_slice(program, k, packed).view(region.shape))
-            cached = self._views[members, chunk] = (addresses, dests, sources)
-        if cached[1]:
-            torch._foreach_copy_(cached[1], cached[2])
-        if self._memory.is_cuda:
-            torch.cuda.current_stream(self._device).synchronize()
-        return {"slot": seq % self._k}
+        return {"slot": self._rings.pack(consumer, chunk, seq)}
 
     def release(self, group: int) -> None:
-        for k in self._names_of.pop(group):
-            del self._tensors[k]
+        self._rings.release(group)
+
+    def reset(self) -> None:
+        self._rings.reset()
 
     def close(self) -> None:
-        self._views.clear()
-        self._tensors.clear()
-        self._agent.deregister_memory(self._registration)
+        for registration in self._registrations:
+            self._agent.deregister_memory(registration)
+        self._rings.close()
         del self._agent
 
 
-class NixlConsumer(ConsumerTransport):
+class NixlConsumer(PackedConsumer):
     """Reads packed chunks into the receive pool."""
 
     name: ClassVar[str] = "nixl"
-    needs_slots: ClassVar[bool] = True
-    frees_on_landing: ClassVar[bool] = True
 
     def attach(self, plan: WorkerPlan, destination: Destination, pool: ReceivePool | None) -> None:
-        assert pool is not None
-        self._plan, self._destination, self._pool = plan, destination, pool
+        super().attach(plan, destination, pool)
         self._agent = _make_agent(f"rdtexec-consumer-{plan.consumer.consumer_id}")
-        self._registration = _register(self._agent, pool.memory, "the receive pool")
+        self._registration = _register(self._agent, self._pool.memory, "the receive pool")
         self._remotes: dict[int, tuple[str, dict[str, Any]]] = {}
-        self._handles: dict[tuple[int, int, int], Any] = {}
-        self._copies: dict[tuple[int, int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._handles: dict[Pull, Any] = {}
         self._inflight: dict[Pull, tuple[int, Any]] = {}
 
     def connect(self, producer: int, welcome: dict[str, Any]) -> None:
@@ -170,11 +142,10 @@ class NixlConsumer(ConsumerTransport):
         self._remotes[producer] = (name.decode() if isinstance(name, bytes) else name, welcome)
 
     def begin_read(self, pull: Pull, producer: int, ready: dict[str, Any]) -> None:
-        key = (pull.chunk, pull.lane, pull.slot)
-        handle = self._handles.get(key)
+        handle = self._handles.get(pull)
         try:
             if handle is None:
-                handle = self._handles[key] = self._prepare(pull, producer, int(ready["slot"]))
+                handle = self._handles[pull] = self._prepare(pull, producer, int(ready["slot"]))
             state = self._agent.transfer(handle)
         except TransferError:
             raise
@@ -195,7 +166,7 @@ class NixlConsumer(ConsumerTransport):
                 code="RDT603",
             )
         kind, device = _memory_type(self._pool.memory)
-        local = self._pool.slots[pull.lane][pull.slot].buffer.data_ptr()
+        local = self.slot(pull).data_ptr()
         remote = facts["address"] + serve_slot * facts["slot_nbytes"]
         return self._agent.initialize_xfer(
             "READ",
@@ -226,20 +197,8 @@ class NixlConsumer(ConsumerTransport):
         )
 
     @property
-    def reading(self) -> bool:
-        return bool(self._inflight)
-
-    def copies(self, pull: Pull) -> Copies:
-        def make() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            key = (pull.chunk, pull.lane, pull.slot)
-            packed = self._pool.slots[pull.lane][pull.slot].buffer
-            if self._destination.moving:
-                return self._destination.pairs_from_packed(pull.chunk, packed)
-            if key not in self._copies:
-                self._copies[key] = self._destination.pairs_from_packed(pull.chunk, packed)
-            return self._copies[key]
-
-        return make
+    def inflight(self) -> int:
+        return len(self._inflight)
 
     def close(self, *, poisoned: bool) -> None:
         if poisoned:

@@ -1,11 +1,15 @@
 """The worker's engine: loads its part of the plan, holds it to the live model, and executes a sync when told.
 
-Init builds a candidate (plan, destination, pool, connections) and commits it only when all of it succeeded; a failed
-re-init leaves the active state untouched and releases only what it built.
+Init builds a candidate (plan, destination, connections) and commits it only when all of it succeeded; a failed re-init
+leaves the active state untouched and releases only what it built. The receive pool is handed on from one to the next.
+
+A sync that failed leaves the model partly overwritten: it cannot be finished. The next `start_weight_update` connects
+anew, as an init with the same information would, because the sync that follows writes the whole model.
 """
 
 from __future__ import annotations
 
+import re
 import tempfile
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,13 +21,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rdtexec.consumer import Consumer, SyncReport
+from rdtexec import checksum
+from rdtexec.consumer import Consumer
 from rdtexec.control import Address, fetch_plan
 from rdtexec.plans import WorkerPlan, load_worker
-from rdtexec.transport import CONSUMERS
+from rdtexec.reports import LOG, Observer, SyncReport
+from rdtexec.transport import SETTINGS
 from rdtexec.vllm.reload import LayerwiseDestination
 from rdtplan.errors import InputError, PlanMismatch, TransferError
 from rdtplan.ir.topology import InferenceTopology, Position
+
+_DIGEST = re.compile("[0-9a-f]{12,64}")
 
 
 @dataclass
@@ -35,16 +43,26 @@ class RdtExecInitInfo(WeightTransferInitInfo):
     authkey: str = ""
     """Shared secret of the control sockets, hexadecimal."""
     plan: str = ""
-    """Path of the fleet plan on this machine; empty: fetch it from producer 0."""
+    """Path of the fleet plan on this machine, or the digest of the plan to be fetched from the producers; empty: fetch
+    whatever plan the lowest producer has."""
     transport: str = "auto"
-    """`local`, `nixl`, or `auto`: local when every producer is reached through a path, nixl otherwise."""
+    """`local`, `nixl`, `ray_rdt`, or `auto`: for each producer local on one node, nixl otherwise."""
     replica_rank: int = 0
     num_replicas: int = 1
     num_consumers: int = 0
     """Workers of the whole fleet; 0: infer from the parallel config and `num_replicas`."""
     stall_timeout_s: float = 300.0
+    connect_timeout_s: float = 60.0
     repair_reload: bool = False
     """Run the post-processing step that vLLM skips when it reloads unquantized experts."""
+    checksums: str = "off"
+    """`off`, `sampled` or `full`: prove chunks equal to the producer's source, byte for byte."""
+    stats_dir: str = ""
+    """Directory on this machine for `consumer-ID.jsonl`, one line a sync."""
+    record_chunks: bool = False
+    """Put the times of every chunk into the report."""
+    metrics_port: int = 0
+    """Serve this process' Prometheus metrics on port `metrics_port + consumer id`; 0: not."""
 
 
 @dataclass
@@ -64,31 +82,39 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
 
     _consumer: Consumer | None = None
     _destination: LayerwiseDestination | None = None
+    _info: RdtExecInitInfo | None = None
     last_report: SyncReport | None = None
     """The last sync, as this worker saw it."""
 
     def init_transfer_engine(self, init_info: RdtExecInitInfo) -> None:
         """Load, verify, connect; InputError, PlanMismatch or TransferError, and then nothing has changed."""
         self._check(init_info)
-        producers = {int(rank): _address(a) for rank, a in init_info.producers.items()}
-        authkey = bytes.fromhex(init_info.authkey)
-        plan = self._load_plan(init_info, producers, authkey)
-        name = init_info.transport
-        if name == "auto":
-            name = "local" if all(isinstance(a, str) for a in producers.values()) else "nixl"
+        plan = self._load_plan(init_info)
         destination = LayerwiseDestination(
             self.model, self.vllm_config, plan.consumer.program, repair_reload=init_info.repair_reload
         )
+        self._connect(init_info, plan, destination)
+
+    def _connect(self, info: RdtExecInitInfo, plan: WorkerPlan, destination: LayerwiseDestination) -> None:
+        """Make a consumer, and let it take the place of the one that there is."""
+        number = plan.consumer.consumer_id
+        port = info.metrics_port + number if info.metrics_port else 0
+        old = self._consumer
         consumer = Consumer(
             plan,
             destination,
-            CONSUMERS[name](),
-            producers,
-            authkey=authkey,
+            info.transport,
+            _producers(info),
+            authkey=bytes.fromhex(info.authkey),
             hooks=destination,
-            stall_timeout_s=init_info.stall_timeout_s,
+            stall_timeout_s=info.stall_timeout_s,
+            connect_timeout_s=info.connect_timeout_s,
+            pool=old.pool if old is not None else None,
+            checksums=info.checksums,
+            record_chunks=info.record_chunks,
+            observer=Observer("consumer", number, plan.identity, directory=info.stats_dir, metrics_port=port),
         )
-        old, self._consumer, self._destination = self._consumer, consumer, destination
+        self._info, self._consumer, self._destination = info, consumer, destination
         if old is not None:
             old.close()
 
@@ -98,8 +124,10 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
             wrong.append(
                 "enable_eplb moves experts between workers while serving, and the plan has them fixed: turn it off"
             )
-        if info.transport not in ("auto", *CONSUMERS):
-            wrong.append(f"transport must be auto, {' or '.join(CONSUMERS)}, is {info.transport!r}")
+        if info.transport not in SETTINGS:
+            wrong.append(f"transport must be one of {', '.join(SETTINGS)}, is {info.transport!r}")
+        if info.checksums not in checksum.MODES:
+            wrong.append(f"checksums must be one of {', '.join(checksum.MODES)}, is {info.checksums!r}")
         if not info.producers or not all(str(r).isdecimal() for r in info.producers):
             wrong.append(f"producers must map trainer ranks to addresses, is {info.producers!r}")
         if info.num_replicas < 1 or not 0 <= info.replica_rank < info.num_replicas:
@@ -107,8 +135,9 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         expected = info.num_replicas * self._topology().workers_per_replica
         if info.num_consumers not in (0, expected):
             wrong.append(f"num_consumers is {info.num_consumers}, the parallel config and num_replicas give {expected}")
-        if info.stall_timeout_s <= 0:
-            wrong.append(f"stall_timeout_s must be positive, is {info.stall_timeout_s}")
+        for name in ("stall_timeout_s", "connect_timeout_s"):
+            if getattr(info, name) <= 0:
+                wrong.append(f"{name} must be positive, is {getattr(info, name)}")
         try:
             bytes.fromhex(info.authkey)
         except ValueError:
@@ -128,17 +157,26 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         pp, tp = divmod(p.rank % (p.pipeline_parallel_size * p.tensor_parallel_size), p.tensor_parallel_size)
         return Position(p.data_parallel_index, pp, tp)
 
-    def _load_plan(self, info: RdtExecInitInfo, producers: dict[int, Address], authkey: bytes) -> WorkerPlan:
+    def _load_plan(self, info: RdtExecInitInfo) -> WorkerPlan:
         """This worker's part, of a plan made for the layout that runs."""
         topology, position = self._topology(), self._position()
         index = (position.dp * topology.pipeline_parallel + position.pp) * topology.tensor_parallel + position.tp
         consumer_id = info.replica_rank * topology.workers_per_replica + index
+        digest = info.plan if _DIGEST.fullmatch(info.plan) else ""
         with tempfile.TemporaryDirectory(prefix="rdtexec-") as scratch:
             path = Path(info.plan)
-            if not info.plan:
+            if digest or not info.plan:
                 path = Path(scratch) / "fleet.plan"
-                path.write_bytes(fetch_plan(producers[min(producers)], authkey=authkey, timeout_s=60.0))
+                producers = _producers(info)
+                address, authkey = producers[min(producers)], bytes.fromhex(info.authkey)
+                path.write_bytes(fetch_plan(address, authkey=authkey, timeout_s=info.connect_timeout_s))
             plan = load_worker(path, consumer_id, position=position, replica=info.replica_rank)
+        if digest and not plan.identity.startswith(digest):
+            raise PlanMismatch(
+                f"this worker was told to run plan {digest}, the producers have {plan.identity}",
+                fix="give both ends the same plan",
+                code="RDT505",
+            )
         planned = InferenceTopology(
             plan.topology.tensor_parallel,
             plan.topology.pipeline_parallel,
@@ -154,8 +192,14 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         return plan
 
     def start_weight_update(self) -> None:
-        """Put the model into checkpoint format; TransferError RDT605 after a failed sync."""
-        self._usable().begin()
+        """Put the model into checkpoint format; after a failed sync connect anew first."""
+        consumer, destination = self._active()
+        if consumer.failed:
+            assert self._info is not None
+            LOG.warning("connecting anew: %s", consumer.failed)
+            destination.abandon()
+            self._connect(self._info, consumer.plan, destination)
+        destination.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Execute one sync. No device synchronization: the sync itself ends when its last module is complete."""
@@ -179,17 +223,14 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
 
         TransferError RDT605 after a failed sync: finishing it would serve a mixture of old and new weights.
         """
-        self._usable().finish()
-
-    def _usable(self) -> LayerwiseDestination:
         consumer, destination = self._active()
         if consumer.failed:
             raise TransferError(
-                f"this worker cannot go on: {consumer.failed}",
-                fix="initialize the transfer engine again; the sync after that writes the whole model",
+                f"this update cannot be finished: {consumer.failed}",
+                fix="start another one: it connects anew and writes the whole model",
                 code="RDT605",
             )
-        return destination
+        destination.finish()
 
     def _active(self) -> tuple[Consumer, LayerwiseDestination]:
         if self._consumer is None or self._destination is None:
@@ -202,7 +243,11 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         """Disconnect and release."""
         if self._consumer is not None:
             self._consumer.close()
-        self._consumer = self._destination = None
+        self._consumer = self._destination = self._info = None
+
+
+def _producers(info: RdtExecInitInfo) -> dict[int, Address]:
+    return {int(rank): _address(a) for rank, a in info.producers.items()}
 
 
 def _address(value: Any) -> Address:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -21,17 +22,20 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
-from rdtexec.plans import check_live_manifest, load_trainer
-from rdtexec.producer import Producer, ProducerReport
-from rdtexec.transport import PRODUCERS
-from rdtplan.errors import InputError, PlanMismatch, TransferError
+from rdtexec.plans import TrainerPlan, check_live_manifest, load_trainer
+from rdtexec.producer import Producer
+from rdtexec.ranks import Ranks
+from rdtexec.reports import Observer, ProducerReport
+from rdtexec.transport import SETTINGS
+from rdtexec.vllm.clients import ReplicaClient
+from rdtplan.errors import InputError, PlanMismatch, RdtError, TransferError
 from rdtplan.inputs.manifests import from_weight_source, to_json
 from rdtplan.ir.manifest import SourceTensor
 
 
 @dataclass
 class RdtExecTrainerInitInfo(TrainerInitInfo):
-    """Settings of one trainer rank."""
+    """Settings of one trainer rank. What is wrong is named together, at init."""
 
     backend: ClassVar[str] = "rdtexec"
 
@@ -42,14 +46,43 @@ class RdtExecTrainerInitInfo(TrainerInitInfo):
     compile_options: tuple[str, ...] = ()
     """Options of `rdtplan compile` for compiling at init: `--tp 2 --ep` and so on. Trainer ranks and the manifest are
     taken from the trainer itself."""
-    transport: str = "local"
+    transport: str = "auto"
+    """`local`, `nixl`, `ray_rdt`, or `auto`: for each worker local on one node, nixl otherwise."""
     address: str | tuple[str, int] | None = None
-    """Where this rank listens: a Unix socket's path or (host, port). None: a private Unix socket, for one machine."""
+    """Where this rank listens: a Unix socket's path or (host, port), port 0 for any. None: a private Unix socket, for
+    one machine."""
+    num_consumers: int = 0
+    """Workers of the whole fleet; 0: as many as the plan has."""
+    workers_per_replica: int = 0
+    """Workers of one engine; 0: as many as the plan has."""
+    num_rdt_buffers: int | None = None
+    """This and the next four size the transfer. They are in the plan: given here, they must agree with it, or are what
+    it is compiled with at init."""
+    buffer_presize_gb: float | None = None
+    stages_in_flight: int | None = None
+    gather_lookahead: int | None = None
+    staging_device: str | None = None
     stall_timeout_s: float = 300.0
-    replica_rank: int = 0
-    num_replicas: int = 1
+    """How long nothing may happen before a sync fails. A liveness backstop, not a latency target."""
+    connect_timeout_s: float = 60.0
+    """How long a worker tries to reach a producer."""
     repair_reload: bool = False
-    """Passed on to the workers."""
+    """Let the workers run the post-processing step that vLLM skips when it reloads unquantized experts."""
+    checksums: str = "off"
+    """`off`, `sampled` or `full`: workers prove chunks equal to this trainer's tensors, byte for byte."""
+    on_identical: str = "warn"
+    """`warn`, `fail` or `ignore` when a sync sends what the one before had sent."""
+    stats_dir: str = ""
+    """Directory for one JSON line a sync, `producer-RANK.jsonl` here and `consumer-ID.jsonl` on the workers."""
+    record_chunks: bool = False
+    """Put the times of every chunk into the workers' lines."""
+    metrics_port: int = 0
+    """Serve Prometheus metrics: this rank on `metrics_port + rank`; 0: not."""
+    worker_metrics_port: int = 0
+    """The same for the workers: `worker_metrics_port + consumer id`."""
+
+
+_PLANNED = ("num_rdt_buffers", "buffer_presize_gb", "stages_in_flight", "gather_lookahead", "staging_device")
 
 
 class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
@@ -58,13 +91,22 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
     init_info_cls = RdtExecTrainerInitInfo
 
     def __init__(
-        self, init_info: RdtExecTrainerInitInfo, client: VLLMWeightSyncClient, source: WeightSource, producer: Producer
+        self,
+        init_info: RdtExecTrainerInitInfo,
+        client: VLLMWeightSyncClient,
+        source: WeightSource,
+        producer: Producer,
+        ranks: Ranks,
+        payload: dict[str, Any],
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._info = init_info
         self._producer = producer
+        self._ranks = ranks
+        self._payload = payload
         self._syncs = 0
         self.last_report: ProducerReport | None = None
+        """The last sync, as this rank saw it."""
 
     @classmethod
     def trainer_init(
@@ -76,10 +118,11 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
     ) -> Self:
         """Hold the plan to the source, start this rank's producer, and have rank 0 connect the workers.
 
-        PlanMismatch names the first weight or rank that differs; nothing is left running after an error.
+        InputError names every setting that is wrong, PlanMismatch the first weight or rank that differs; nothing is
+        left running after an error.
         """
-        if source is None or init_info.transport not in PRODUCERS:
-            wanted = f"a WeightSource and a transport of {', '.join(PRODUCERS)}"
+        if source is None or init_info.transport not in SETTINGS:
+            wanted = f"a WeightSource and a transport of {', '.join(SETTINGS)}"
             raise InputError(f"rdtexec needs {wanted}, got {source!r} and {init_info.transport!r}", code="RDT111")
         with tempfile.TemporaryDirectory(prefix="rdtexec-plan-") as scratch:
             return cls._init_with_plan(init_info, _plan_path(init_info, source, Path(scratch)), client, source)
@@ -89,48 +132,80 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         cls, init_info: RdtExecTrainerInitInfo, path: str, client: VLLMWeightSyncClient, source: WeightSource
     ) -> Self:
         plan = load_trainer(path, init_info.rank)
+        _check_settings(init_info, plan)
         check_live_manifest(plan, source)
         authkey = _from_rank_0(secrets.token_bytes(32))
-        producer = Producer(
-            plan,
-            IteratedSource(source),
-            PRODUCERS[init_info.transport](),
-            authkey=authkey,
-            address=init_info.address,
-            stall_timeout_s=init_info.stall_timeout_s,
-            plan_bytes=Path(path).read_bytes(),
-        )
-        try:
-            everyone = _gathered((init_info.rank, plan.identity, producer.address))
-            _check_agreement(everyone, plan.ownership.ranks)
+        port = init_info.metrics_port + init_info.rank if init_info.metrics_port else 0
+        with contextlib.ExitStack() as undo:
+            producer = Producer(
+                plan,
+                IteratedSource(source),
+                init_info.transport,
+                authkey=authkey,
+                address=init_info.address,
+                device=_serve_device(plan),
+                stall_timeout_s=init_info.stall_timeout_s,
+                plan_bytes=Path(path).read_bytes(),
+                checksums=init_info.checksums,
+                on_identical=init_info.on_identical,
+                observer=Observer(
+                    "producer", init_info.rank, plan.identity, directory=init_info.stats_dir, metrics_port=port
+                ),
+            )
+            undo.callback(producer.close)
+            ranks = Ranks(
+                init_info.rank,
+                plan.ownership.ranks,
+                authkey=authkey,
+                stall_timeout_s=init_info.stall_timeout_s,
+                where=None
+                if init_info.address is None or isinstance(init_info.address, str)
+                else (init_info.address[0], 0),
+            )
+            undo.callback(ranks.close)
+            everyone = _gathered((init_info.rank, plan.identity, producer.address, ranks.address))
+            _check_agreement([member[:3] for member in everyone], plan.ownership.ranks)
+            ranks.connect(next(member[3] for member in everyone if member[0] == 0))
+            payload = _worker_payload(init_info, plan, authkey, {member[0]: member[2] for member in everyone})
             if init_info.is_sender:
-                client.init_weight_transfer_engine(
-                    {
-                        "producers": {str(rank): address for rank, _, address in everyone},
-                        "authkey": authkey.hex(),
-                        "transport": init_info.transport,
-                        "num_replicas": init_info.num_replicas,
-                        "replica_rank": init_info.replica_rank,
-                        "stall_timeout_s": init_info.stall_timeout_s,
-                        "repair_reload": init_info.repair_reload,
-                    }
-                )
-        except BaseException:
-            producer.close()
-            raise
-        return cls(init_info, client, source, producer)
+                client.init_weight_transfer_engine(payload)
+            undo.pop_all()
+        return cls(init_info, client, source, producer, ranks, payload)
 
-    def send_weights(self) -> None:
+    def init_payload(self, replica_rank: int = 0) -> dict[str, Any]:
+        """What `init_weight_transfer_engine` of one engine is to be called with.
+
+        For an engine that was restarted: give it this, between two syncs, and it takes part in the next. Reads what
+        this rank already has; no other rank takes part.
+        """
+        return {**self._payload, "replica_rank": replica_rank}
+
+    def send_weights(
+        self, live_consumer_ids: Collection[int] | None = None, *, weight_version: str | None = None
+    ) -> None:
         """Send the source's weights as they are now to every worker; every trainer rank calls it.
 
-        Returns when the workers serve from the new weights (on rank 0) and this rank's memory is free again.
+        `live_consumer_ids` are the workers that take part, the same on every rank; None: all of the plan. Returns when
+        they serve from the new weights and this rank's memory is free again. TransferError, on every rank, when that
+        did not happen on any of them; another sync can be tried then.
         """
         number = self._syncs
         self._syncs += 1
+        plan = self._producer.plan
+        if isinstance(self.client, ReplicaClient):
+            live = plan.consumer_ids if live_consumer_ids is None else live_consumer_ids
+            self.client.limit_to(live, plan.topology.workers_per_replica)
+        self.last_report = self._ranks.together(
+            number,
+            ready=self.client.start_weight_update,
+            serve=lambda: self._serve(number, live_consumer_ids),
+            finish=lambda: self._finish(weight_version),
+        )
+
+    def _serve(self, number: int, live: Collection[int] | None) -> ProducerReport:
+        """This rank's part; rank 0 also has the workers pull, in a thread."""
         if not self.is_sender:
-            self.last_report = self._producer.sync(number)
-            return
-        self.client.start_weight_update()
+            return self._producer.sync(number, live)
         failures: list[BaseException] = []
 
         def update() -> None:
@@ -138,13 +213,18 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
                 self.client.update_weights({"sync_idx": number})
             except BaseException as error:
                 failures.append(error)
+                self._producer.cancel(number, f"update_weights failed: {error}")
 
         updating = threading.Thread(target=update, name="rdtexec-update", daemon=True)
         updating.start()
         try:
-            self.last_report = self._producer.sync(number)
-        finally:
+            report = self._producer.sync(number, live)
+        except RdtError as error:
             updating.join(self._info.stall_timeout_s)
+            if failures:
+                error.add_note(f"update_weights ended with {type(failures[0]).__name__}: {failures[0]}")
+            raise
+        updating.join(self._info.stall_timeout_s)
         if failures:
             raise TransferError(
                 f"sync {number} failed on the inference side: {failures[0]}", code="RDT606"
@@ -153,14 +233,66 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
             raise TransferError(
                 f"sync {number}: the workers took everything, but update_weights did not return within "
                 f"{self._info.stall_timeout_s:.0f} s",
-                fix="look at the post-processing of the workers",
+                fix="look at the inference server",
                 code="RDT602",
             )
-        self.client.finish_weight_update()
+        return report
+
+    def _finish(self, weight_version: str | None) -> None:
+        if weight_version is None:
+            self.client.finish_weight_update()
+        else:
+            self.client.finish_weight_update(weight_version)
 
     def shutdown(self) -> None:
         """Stop serving."""
+        self._ranks.close()
         self._producer.close()
+
+
+def _check_settings(info: RdtExecTrainerInitInfo, plan: TrainerPlan) -> None:
+    """InputError RDT111 names every setting that is wrong or that the plan was not compiled with."""
+    wrong = []
+    planned: dict[str, Any] = {name: getattr(plan.settings, name) for name in _PLANNED}
+    planned |= {"num_consumers": plan.topology.workers, "workers_per_replica": plan.topology.workers_per_replica}
+    for name, value in planned.items():
+        given = getattr(info, name)
+        unset = given is None or (given == 0 and name in ("num_consumers", "workers_per_replica"))
+        if not unset and given != value:
+            wrong.append(f"{name} is {given!r}, the plan was compiled with {value!r}")
+    for name in ("stall_timeout_s", "connect_timeout_s"):
+        if getattr(info, name) <= 0:
+            wrong.append(f"{name} must be positive, is {getattr(info, name)}")
+    if wrong:
+        raise InputError("trainer settings: " + "; ".join(wrong), fix="mend them, or compile again", code="RDT111")
+
+
+def _serve_device(plan: TrainerPlan) -> torch.device:
+    """Where chunks are packed: this rank's GPU, if it has one and the plan stages there."""
+    if plan.settings.staging_device == "gpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _worker_payload(
+    info: RdtExecTrainerInitInfo, plan: TrainerPlan, authkey: bytes, addresses: dict[int, Any]
+) -> dict[str, Any]:
+    """Init info of the workers, JSON throughout; `replica_rank` differs from engine to engine."""
+    return {
+        "producers": {str(rank): address for rank, address in addresses.items()},
+        "authkey": authkey.hex(),
+        "transport": info.transport,
+        "num_replicas": plan.topology.replicas,
+        "replica_rank": 0,
+        "num_consumers": plan.topology.workers,
+        "stall_timeout_s": info.stall_timeout_s,
+        "connect_timeout_s": info.connect_timeout_s,
+        "repair_reload": info.repair_reload,
+        "checksums": info.checksums,
+        "stats_dir": info.stats_dir,
+        "record_chunks": info.record_chunks,
+        "metrics_port": info.worker_metrics_port,
+    }
 
 
 class IteratedSource:
@@ -204,6 +336,9 @@ def _plan_path(init_info: RdtExecTrainerInitInfo, source: WeightSource, scratch:
         ranks = str(torch.distributed.get_world_size() if _distributed() else 1)
         command = [sys.executable, "-m", "rdtplan.cli", "compile", init_info.model, "--manifest", str(manifest)]
         command += ["--trainer-ranks", ranks, "-o", str(path), *init_info.compile_options]
+        for name in _PLANNED:
+            if getattr(init_info, name) is not None:
+                command += ["--" + name.replace("_", "-"), str(getattr(init_info, name))]
         done = subprocess.run(command, capture_output=True, text=True)
         answer = (path.read_bytes(), "") if done.returncode == 0 else (b"", done.stderr.strip()[-4000:])
     data, reason = _from_rank_0(answer)
