@@ -76,7 +76,7 @@ class Producer:
         self._allowed = allowed(transport)
         self._device = device or torch.device("cpu")
         self._transports: dict[str, ProducerTransport] = {}
-        """Made when the first consumer comes that uses it."""
+        """Made when the first consumer comes that uses it, or at once where there is no choice."""
         self._active: tuple[ProducerTransport, ...] = ()
         """Those of the running sync."""
         self._stall_timeout_s = stall_timeout_s
@@ -104,6 +104,8 @@ class Producer:
         self._serve_s = 0.0
         self._closing = False
         self._waker, self._wake = Pipe(duplex=False)
+        if len(self._allowed) == 1:  # what cannot work is said here and not to the first consumer
+            self._transport(self._allowed[0])
         self._listener = listen(address, authkey=authkey)
         self.address: Address = self._listener.address
         self._threads = [

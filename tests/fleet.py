@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -155,8 +156,18 @@ class Setup:
     faults: Faults | None
 
 
+def join_ray() -> None:
+    """Join the Ray cluster that the test has started and named in RAY_ADDRESS, if there is one."""
+    if "RAY_ADDRESS" in os.environ:
+        import ray
+
+        ray.init(namespace="fleet", log_to_driver=False, configure_logging=False)
+
+
 def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
     torch.set_num_threads(1)
+    if setup.transport == "ray_rdt":
+        join_ray()
     faults = setup.faults if setup.faults and setup.faults.rank == rank else None
     plan = load_trainer(setup.path, rank)
     source = RandomSource(plan.manifest, faults)

@@ -109,9 +109,8 @@ class RayProducer(ProducerTransport):
         self._descriptors: list[int] = []
         self._ring_of: dict[int, int] = {}
         self._rings = ServeRings(self._plan, self._sharers, self._allocate)
-        served = type("RingServer", (RingServer,), {"read": ray.method(tensor_transport="nixl")(RingServer.read)})
         self._actor = (
-            ray.remote(num_cpus=0, max_restarts=0)(served)
+            ray.remote(num_cpus=0, max_restarts=0, enable_tensor_transport=True)(RingServer)
             .options(
                 name=self._actor_name,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
@@ -253,7 +252,8 @@ class RayConsumer(PackedConsumer):
         if ref is None:
             actor, facts = self._producers[producer]
             at = slot * facts["slot_nbytes"]
-            ref = self._refs[chunk] = actor.read.remote(facts["ring"], at, target.numel())
+            read = actor.read.options(tensor_transport="nixl")
+            ref = self._refs[chunk] = read.remote(facts["ring"], at, target.numel())
         ray.experimental.set_target_for_ref(ref, [target])
         landed = ray.get(ref)
         if landed.data_ptr() != target.data_ptr():
