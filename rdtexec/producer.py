@@ -143,6 +143,8 @@ class Producer:
             at = time.perf_counter()
             self._wait(lambda: self._state.finished, "the last groups to be freed and the models to be complete")
             wait_s += time.perf_counter() - at
+            if self._sample.identical:
+                self._alarm(sync)
             self._tell_done(sync, taking_part)
         except BaseException as error:
             self._abort(error, sync, taking_part)
@@ -166,8 +168,6 @@ class Producer:
             sampled=self._sample.compared,
         )
         self._observer.succeeded(report)
-        if report.identical:
-            self._alarm(report)
         return report
 
     def cancel(self, sync: int, reason: str) -> None:
@@ -202,7 +202,8 @@ class Producer:
                     for transport in self._transports.values():
                         transport.reset()
                     self._published.clear()
-                    self._sample.forget()
+                    if self._failure.code != "RDT624":  # a retry may send the same; an alarm stays one
+                        self._sample.forget()
                 self._failure = None
                 self._active = tuple(self._transports.values())
             self._serve_s = 0.0
@@ -256,10 +257,10 @@ class Producer:
             self._note_progress()
         self._kick()
 
-    def _alarm(self, report: ProducerReport) -> None:
+    def _alarm(self, sync: int) -> None:
         what = (
-            f"sync {report.sync} of producer {self.plan.producer.rank} sent what the sync before sent: none of "
-            f"{report.sampled:,} sampled elements changed"
+            f"sync {sync} of producer {self.plan.producer.rank} sends what the sync before sent: none of "
+            f"{self._sample.compared:,} sampled elements changed"
         )
         fix = "look whether the optimizer stepped, and whether the source reads the trained weights"
         if self._on_identical == "fail":

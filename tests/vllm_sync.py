@@ -174,7 +174,7 @@ class Trial:
     def __init__(self, name: str, directory: Path) -> None:
         """Only checkpoints and plans: a process with a live engine cannot trace."""
         self.directory = directory
-        self.moe = "Moe" in name
+        self.moe = "Moe" in name or "Deepseek" in name
         self.checkpoints = {seed: write_checkpoint(name, directory / seed, ord(seed)) for seed in "ABC"}
         self.plan = compile_plan(self.checkpoints["A"], directory / "fleet.plan")
         self.lifecycle = name == "LlamaForCausalLM"
