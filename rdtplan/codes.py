@@ -92,6 +92,11 @@ CODES: dict[str, Code] = {
         "The init info of a vLLM worker or trainer rank has wrong values; all are named together.",
         "Mend what the message names.",
     ),
+    "RDT112": Code(
+        "weight source cannot be made",
+        "A trainer rank's module or checkpoint cannot be declared as a source of weights.",
+        "The message says which weight of which rank; use the source that fits the trainer's layout.",
+    ),
     # -- dry run -----------------------------------------------------------------------------------------------
     "RDT200": Code(
         "loader cannot be compiled",

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rdtexec.plans import check_live_manifest, load_trainer
-from rdtexec.producer import Producer, ProducerReport
+from rdtexec.producer import GroupSource, Producer, ProducerReport
 from rdtexec.transport import PRODUCERS
 from rdtplan.errors import InputError, PlanMismatch, TransferError
 from rdtplan.inputs.manifests import from_weight_source, to_json
@@ -93,7 +93,7 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         authkey = _from_rank_0(secrets.token_bytes(32))
         producer = Producer(
             plan,
-            IteratedSource(source),
+            group_source(source),
             PRODUCERS[init_info.transport](),
             authkey=authkey,
             address=init_info.address,
@@ -163,6 +163,11 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         self._producer.close()
 
 
+def group_source(source: Any) -> GroupSource:
+    """`source` itself if it can gather any group (`rdtexec.sources`), else its passes read group by group."""
+    return source if hasattr(source, "gather") else IteratedSource(source)
+
+
 class IteratedSource:
     """A WeightSource read group by group. Each sync is one fresh pass; names are given out as they are asked for."""
 
@@ -173,7 +178,8 @@ class IteratedSource:
 
     def start(self) -> None:
         """Begin a sync."""
-        self._pass = iter(self._source)
+        source: Any = self._source  # vLLM 0.33 has no __iter__
+        self._pass = source.iter_full() if hasattr(source, "iter_full") else iter(source)
         self._early = {}
 
     def gather(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
