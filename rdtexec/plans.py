@@ -165,9 +165,10 @@ def load_trainer(path: str | os.PathLike[str], rank: int) -> TrainerPlan:
 def check_live_manifest(plan: TrainerPlan, source: Any) -> None:
     """Compare the plan's manifest with what a WeightSource declares; PlanMismatch RDT503 names the first difference.
 
-    Order does not matter: the trainer gathers in plan order.
+    Order does not matter: the trainer gathers in plan order. What this rank serves it must hold.
     """
     live: dict[str, SourceTensor] = {e.name: e for e in from_weight_source(source)}
+    declared = list(live.values())
     for k, name in enumerate(plan.manifest.names):
         entry = live.pop(name, None)
         planned = (plan.manifest.dtype(k), plan.manifest.shape(k))
@@ -185,6 +186,24 @@ def check_live_manifest(plan: TrainerPlan, source: Any) -> None:
             fix="compile the plan from this trainer's manifest",
             code="RDT503",
         )
+    _check_holding(plan, source, declared)
+
+
+def _check_holding(plan: TrainerPlan, source: Any, declared: list[SourceTensor]) -> None:
+    """What this rank serves it must hold, and what ranks gather together all of them must serve, or they hang."""
+    rank = plan.producer.rank
+    listed = source.held_names() if hasattr(source, "held_names") else None
+    held = {e.name for e in declared if e.owners is None or rank in e.owners} if listed is None else set(listed)
+    fix = "compile the plan with the owners that this trainer really has"
+    for k, name in enumerate(plan.manifest.names):
+        owners = plan.ownership.owners(k)
+        if rank in owners and name not in held:
+            what = f"the plan has trainer rank {rank} serve {name!r}, which that rank does not hold"
+            raise PlanMismatch(what, fix=fix, code="RDT503")
+        partners = source.partners(name) if hasattr(source, "partners") else ()
+        if not set(partners) <= set(owners):
+            what = f"{name!r} is gathered by trainer ranks {list(partners)} together, the plan gives it {list(owners)}"
+            raise PlanMismatch(what, fix=fix, code="RDT503")
 
 
 def chunk_keys(program: Program, chunk: int) -> range:

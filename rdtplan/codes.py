@@ -102,6 +102,11 @@ CODES: dict[str, Code] = {
         "The consumers named for a sync are none, or are not all in the plan.",
         "Name consumer ids of the plan, or None for all.",
     ),
+    "RDT114": Code(
+        "weight source cannot be made",
+        "A trainer rank's module or checkpoint cannot be declared as a source of weights.",
+        "The message says which weight of which rank; use the source that fits the trainer's layout.",
+    ),
     # -- dry run -----------------------------------------------------------------------------------------------
     "RDT200": Code(
         "loader cannot be compiled",

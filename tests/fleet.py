@@ -275,7 +275,7 @@ class Fleet:
 
 def _context() -> Any:
     ctx = multiprocessing.get_context("forkserver")
-    ctx.set_forkserver_preload(["tests.fleet"])
+    ctx.set_forkserver_preload(["tests.fleet", "torch.distributed.fsdp", "torch.distributed.tensor"])
     return ctx
 
 

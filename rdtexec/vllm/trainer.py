@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rdtexec.plans import TrainerPlan, check_live_manifest, load_trainer
-from rdtexec.producer import Producer
+from rdtexec.producer import GroupSource, Producer
 from rdtexec.ranks import Ranks
 from rdtexec.reports import Observer, ProducerReport
 from rdtexec.transport import SETTINGS
@@ -139,7 +139,7 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         with contextlib.ExitStack() as undo:
             producer = Producer(
                 plan,
-                IteratedSource(source),
+                group_source(source),
                 init_info.transport,
                 authkey=authkey,
                 address=init_info.address,
@@ -295,6 +295,11 @@ def _worker_payload(
     }
 
 
+def group_source(source: Any) -> GroupSource:
+    """`source` itself if it can gather any group (`rdtexec.sources`), else its passes read group by group."""
+    return source if hasattr(source, "gather") else IteratedSource(source)
+
+
 class IteratedSource:
     """A WeightSource read group by group. Each sync is one fresh pass; names are given out as they are asked for."""
 
@@ -305,7 +310,8 @@ class IteratedSource:
 
     def start(self) -> None:
         """Begin a sync."""
-        self._pass = iter(self._source)
+        source: Any = self._source  # vLLM 0.33 has no __iter__
+        self._pass = source.iter_full() if hasattr(source, "iter_full") else iter(source)
         self._early = {}
 
     def gather(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -78,6 +78,25 @@ def _from_index(index: Path) -> list[SourceTensor]:
     return _natural_order([entries[file, name] for name, file in weight_map.items()])
 
 
+def checkpoint_files(directory: Path) -> dict[str, Path]:
+    """The file of each tensor of a checkpoint directory, found and refused as `from_checkpoint` does."""
+    from_checkpoint(directory)
+    indices = sorted(directory.glob("*.safetensors.index.json"))
+    if indices:
+        return {name: directory / file for name, file in _load_json(indices[0])["weight_map"].items()}
+    found: dict[str, Path] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        for entry in from_safetensors(file):
+            if entry.name in found:
+                raise InputError(
+                    f"{directory}: {entry.name!r} is in {found[entry.name].name} and in {file.name}",
+                    fix="keep the files of one checkpoint alone in the directory, or give them an index",
+                    code="RDT106",
+                )
+            found[entry.name] = file
+    return found
+
+
 def _natural_order(entries: list[SourceTensor]) -> list[SourceTensor]:
     """Embeddings, then each layer's names together and layers ascending, then the rest (final norm, head).
 
