@@ -52,7 +52,7 @@ class NoHooks:
 
 @frozen
 class _FillThenHooks:
-    """Materialize a module, then write its constants."""
+    """Materialize a module, then write its constants; do its local operations before it is completed."""
 
     hooks: ModuleHooks
     destination: Destination
@@ -62,6 +62,7 @@ class _FillThenHooks:
         self.destination.fill(module)
 
     def complete(self, module: int) -> None:
+        self.destination.evaluate(module)
         self.hooks.complete(module)
 
 
@@ -301,6 +302,7 @@ class _Sync:
         c = self._c
         c._scatterer.reset()
         c._destination.fill(None)
+        c._destination.evaluate(None)
         for group, after in enumerate(self._program.free_after):
             if after == -1:
                 self._free(group)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from attrs import fields
 
+from rdtexec.operations import evaluate
 from rdtexec.plans import chunk_scatters
 from rdtplan.errors import PlanMismatch
 from rdtplan.ir.digests import geometry_digest, geometry_rows
@@ -37,12 +38,20 @@ class Destination:
         if geometry_digest(live) != program.geometry_digest:
             _name_difference(geometry_rows(program.parameters), geometry_rows(live))
         found = dict(zip(watched.names, watched.tensors, strict=True))
-        self.tensors = [found[name].data for name in program.parameters.names]
+        rows = list(zip(program.parameters.names, program.parameters.kinds, strict=True))
+        self._operands = [row for row, (_, kind) in enumerate(rows) if kind == "operand"]
+        self._no_operands = {row: _no_memory(program, row) for row in self._operands}
+        self.tensors = [
+            self._no_operands[r] if r in self._no_operands else found[n].data for r, (n, _) in enumerate(rows)
+        ]
         self.program = program
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self._views: dict[tuple[int, int], torch.Tensor] = {}
-        self.moving = False
-        """Do parameters get new memory in every sync, so that views of them must not be kept?"""
+        self.moving = bool(self._operands)
+        """Do parameters or operands get new memory in every sync, so that views of them must not be kept?"""
+        self._operations_of: dict[int | None, list[int]] = {}
+        for k, parameter in enumerate(program.operations.parameters):
+            self._operations_of.setdefault(self._module_of_fill(parameter), []).append(k)
 
     def view(self, parameter: int, region: int) -> torch.Tensor:
         """The destination of a scatter, as a view of the live tensor."""
@@ -55,11 +64,31 @@ class Destination:
         return found
 
     def fill(self, module: int | None) -> None:
-        """Write the constants of one leaf module (None: of modules that no chunk touches)."""
-        fills = self.program.fills
+        """Give a leaf module's operands memory and write its constants (None: of modules that no chunk touches)."""
+        p, fills = self.program.parameters, self.program.fills
+        for row in self._operands:
+            if p.modules[row] == module:
+                self.tensors[row] = torch.empty(p.shapes[row], dtype=self._no_operands[row].dtype, device=self.device)
         for parameter, region, value in zip(fills.parameters, fills.regions, fills.values, strict=True):
             if self._module_of_fill(parameter) == module:
                 self.view(parameter, region).fill_(value)
+
+    def evaluate(self, module: int | None) -> None:
+        """Do a leaf module's local operations, in record order, and free its operands. Its scatters are all done."""
+        program, operations, leaves = self.program, self.program.operations, self.program.leaves
+        for k in self._operations_of.get(module, ()):
+            rows = range(operations.leaf_end[k - 1] if k else 0, operations.leaf_end[k])
+            read = [self.view(leaves.rows[at], leaves.regions[at]) for at in rows]
+            value = evaluate(program.expressions[operations.expressions[k]], read, self.device)
+            dest = self.view(operations.parameters[k], operations.regions[k])
+            if value.untyped_storage()._cdata == dest.untyped_storage()._cdata:
+                value = value.clone()  # the parameter rearranges itself
+            dest.copy_(value.reshape(dest.shape))
+        for row in self._operands:
+            if program.parameters.modules[row] == module:
+                if self.tensors[row].is_cuda:  # allocated on the scatter's stream, read on this one
+                    self.tensors[row].record_stream(torch.cuda.current_stream())
+                self.tensors[row] = self._no_operands[row]
 
     def _module_of_fill(self, parameter: int) -> int | None:
         module = self.program.parameters.modules[parameter]
@@ -97,6 +126,12 @@ class Destination:
             sources.append(strided(source, Region(shape, stride_a, a.offset)))
             dests.append(strided(self.tensors[parameter], Region(shape, stride_b, b.offset)))
         return dests, sources
+
+
+def _no_memory(program: Program, row: int) -> torch.Tensor:
+    """Stands for an operand while no sync is under way."""
+    p = program.parameters
+    return torch.empty(p.shapes[row], dtype=getattr(torch, p.dtypes[row]), device="meta")
 
 
 def _tie(live: Parameters, ties: Mapping[str, tuple[str, ...]]) -> Parameters:

@@ -119,8 +119,9 @@ CODES: dict[str, Code] = {
         _BROADCAST,
     ),
     "RDT202": Code(
-        "write that is no slice",
-        "A loader writes a parameter with something that is neither a slice of one source nor a constant.",
+        "write that no plan expresses",
+        "A loader writes a parameter with something that is neither a slice of one source, nor a constant, nor "
+        "computed by operations that a plan knows.",
         _BROADCAST,
     ),
     "RDT203": Code(
@@ -151,6 +152,12 @@ CODES: dict[str, Code] = {
     "RDT208": Code(
         "source data kept elsewhere",
         "A loader keeps source data in an attribute that is neither a parameter nor a buffer.",
+        _BROADCAST,
+    ),
+    "RDT209": Code(
+        "operation without its operands",
+        "A loader computes from a parameter of another module, or from a value that it has overwritten since; when "
+        "the worker evaluates the operation, what it reads is not there.",
         _BROADCAST,
     ),
     "RDT210": Code(
@@ -209,6 +216,11 @@ CODES: dict[str, Code] = {
         "A slice leaves the tensor it is cut from.",
         "Compile the plan again from this trainer's manifest. This cannot be waived.",
     ),
+    "RDT315": Code(
+        "operation reads what nobody wrote",
+        "A local operation computes from elements that no earlier write of the plan has filled.",
+        "The manifest may lack a source that the loader expects first. This cannot be waived.",
+    ),
     "RDT320": Code(
         "source name unused",
         "No worker of the fleet takes anything of this name: a weight is lost.",
@@ -222,6 +234,11 @@ CODES: dict[str, Code] = {
     "RDT330": Code(
         "plan contradicts itself",
         "A table of the plan has an index, offset, order or digest that cannot be.",
+        "The plan was made or changed by something else than rdtplan; compile it again.",
+    ),
+    "RDT331": Code(
+        "impossible operation",
+        "A local operation of the plan is not in the closed table, or its types, shapes, leaves or order cannot be.",
         "The plan was made or changed by something else than rdtplan; compile it again.",
     ),
     # -- plan file ---------------------------------------------------------------------------------------------
@@ -421,6 +438,11 @@ CODES: dict[str, Code] = {
         "identical payload",
         "A sync sent what the one before had sent: nothing was trained, or the wrong tensors are published.",
         "Look whether the optimizer stepped and the source reads the trained weights; on_identical=ignore if meant.",
+    ),
+    "RDT625": Code(
+        "operation gives another result",
+        "A local operation gave another element type or shape on this worker than the plan says.",
+        "Compile the plan with the torch that this worker runs.",
     ),
     "RDT631": Code(
         "vLLM reloads this model wrongly",

@@ -149,7 +149,7 @@ def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
 
     trace = draft.trace
     assert draft.provenance and draft.keys and draft.scatters and draft.chunks and draft.lifetimes
-    touched = {*trace.fetches.parameters, *trace.fills.parameters}
+    touched = {*trace.fetches.parameters, *trace.fills.parameters, *trace.operations.parameters}
     kept = tuple(
         name
         for k, name in enumerate(trace.parameters.names)
@@ -169,6 +169,9 @@ def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
         lifetimes=draft.lifetimes,
         free_after=draft.free_after,
         provenance=draft.provenance,
+        operations=trace.operations,
+        leaves=trace.leaves,
+        expressions=trace.expressions,
     )
 
 
@@ -228,7 +231,7 @@ def _overview(draft: Draft, consumers: tuple[ConsumerPlan, ...]) -> Overview:
         pulls=tuple(len(c.program.chunks) for c in consumers),
         scatters=tuple(len(c.program.scatters) for c in consumers),
         streams=tuple(len(set(c.program.chunks.stream)) for c in consumers),
-        parameters=tuple(len(c.program.parameters) for c in consumers),
+        parameters=tuple(c.program.parameters.held for c in consumers),
         served_nbytes=tuple(served),
         served_pulls=tuple(pulls),
     )

@@ -65,6 +65,20 @@ def random_sources(entries: Sequence[SourceTensor], seed: int = 0) -> Sources:
     return sources
 
 
+def finite_sources(entries: Sequence[SourceTensor], seed: int = 0) -> Sources:
+    """Real tensors of random numbers, none infinite or NaN; random bytes where the dtype holds no real numbers.
+
+    A NaN's payload is torch's affair: casting or computing element by element and in vectors gives different ones.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sources = random_sources(entries, seed)
+    for entry in entries:
+        dtype = getattr(torch, entry.dtype)
+        if dtype.is_floating_point and entry.dtype != "float8_e8m0fnu":
+            sources[entry.name] = torch.randn(entry.shape, generator=generator).to(dtype)
+    return sources
+
+
 @frozen
 class Rank:
     """One worker of a deployment, to be simulated."""
@@ -116,14 +130,19 @@ def load_stock(model: torch.nn.Module, sources: Sources) -> None:
 
 
 def load_planned(model: torch.nn.Module, program: Program, manifest: Manifest, sources: Sources, way: Way) -> None:
-    """Poison `model` and execute `program` on it: constants before a module's first chunk, then copies."""
+    """Poison `model` and execute `program` on it: constants before a module's first chunk, then copies, and local
+    operations after its last chunk."""
     poison(model, PLAN_POISON)
     destination = Destination(model, program)
     first_touched: dict[int, list[int]] = {}
-    for module, first in zip(program.lifetimes.module, program.lifetimes.first, strict=True):
+    last_touched: dict[int, list[int]] = {}
+    lifetimes = program.lifetimes
+    for module, first, last in zip(lifetimes.module, lifetimes.first, lifetimes.last, strict=True):
         first_touched.setdefault(first, []).append(module)
+        last_touched.setdefault(last, []).append(module)
     with torch.no_grad():
         destination.fill(None)
+        destination.evaluate(None)
         for chunk in range(len(program.chunks)):
             for module in first_touched.get(chunk, ()):
                 destination.fill(module)
@@ -133,6 +152,8 @@ def load_planned(model: torch.nn.Module, program: Program, manifest: Manifest, s
                 named = {program.keys.source[k] for k in chunk_keys(program, chunk)}
                 pairs = destination.pairs_from_sources(chunk, {k: sources[manifest.names[k]] for k in named})
             torch._foreach_copy_(*pairs)
+            for module in last_touched.get(chunk, ()):
+                destination.evaluate(module)
 
 
 def pack(program: Program, manifest: Manifest, chunk: int, sources: Sources) -> torch.Tensor:

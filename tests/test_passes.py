@@ -460,6 +460,9 @@ def check_lifetimes(plan: FleetPlan) -> None:
         for chunk, of_scatters in enumerate(spans_of(program.chunks.scatter_end)):
             for j in of_scatters:
                 touched.setdefault(program.parameters.modules[program.scatters.parameter[j]], []).append(chunk)
+        for parameter in program.fills.parameters:  # a module that only constants reach
+            if len(program.chunks):
+                touched.setdefault(program.parameters.modules[parameter], [0])
         lives = program.lifetimes
         assert len(lives.module) == len(touched) == len(set(lives.module))
         for module, first, last in zip(lives.module, lives.first, lives.last, strict=True):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plans import View, elements
 
@@ -17,8 +17,10 @@ from rdtplan.ir.regions import (
     Coverage,
     Region,
     canonical,
+    compose,
     contiguous_stride,
     cover,
+    overlap,
     refine,
     runs,
     span,
@@ -259,3 +261,49 @@ def test_cover_of_nothing() -> None:
     assert check_cover(EMPTY, []).exact
     assert check_cover(EMPTY, [EMPTY]).exact
     assert check_cover(EMPTY, [Region((), (), 0)]).out_of_bounds == (0, 1)
+
+
+# -- composition ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def nested(draw: st.DrawFn) -> tuple[Region, Region]:
+    """A region and a region of its elements."""
+    sizes = draw(st.lists(st.sampled_from((1, 2, 3, 4, 6)), max_size=3))
+    strides = [draw(st.sampled_from((0, 1, 2, 5, 7, 12))) for _ in sizes]
+    outer = canonical(sizes, strides, draw(st.integers(0, 5)))
+    inner_sizes = draw(st.lists(st.sampled_from((1, 2, 3, 4)), max_size=3))
+    inner_strides = [draw(st.sampled_from((0, 1, 2, 3, 4, 6, 8, 12))) for _ in inner_sizes]
+    inner = canonical(inner_sizes, inner_strides, draw(st.integers(0, 3)))
+    assume(span(inner)[1] <= outer.numel)
+    return outer, inner
+
+
+@given(nested())
+def test_a_composition_picks_the_elements_of_both(pair: tuple[Region, Region]) -> None:
+    """Rule: composing gives, in order, the elements of the outer region that the inner one names, or nothing."""
+    outer, inner = pair
+    found = compose(outer, inner)
+    listed = elements(outer)
+    if found is not None:
+        assert elements(found) == [listed[k] for k in elements(inner)]
+        assert found == canonical(found.shape, found.stride, found.offset)
+
+
+@given(nested())
+def test_all_of_a_region_composes(pair: tuple[Region, Region]) -> None:
+    """Rule: all of a region, and any run of whole rows of it, is a region again."""
+    outer, _ = pair
+    assert compose(outer, canonical((outer.numel,), (1,), 0)) == outer
+    if outer.shape:
+        row = outer.numel // outer.shape[0]
+        for k in range(outer.shape[0]):
+            part = compose(outer, canonical((row,), (1,), k * row))
+            assert part is not None and elements(part) == elements(outer)[k * row : (k + 1) * row]
+
+
+@given(nested(), st.integers(0, 20))
+def test_overlap_is_a_common_element(pair: tuple[Region, Region], shift: int) -> None:
+    a, b = pair
+    b = Region(b.shape, b.stride, b.offset + shift)
+    assert overlap(a, b) == bool(set(elements(a)) & set(elements(b))) == overlap(b, a)

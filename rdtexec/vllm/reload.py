@@ -54,7 +54,7 @@ class LayerwiseDestination(Destination):
         self.device = torch.device(vllm_config.device_config.device or "cpu")
         self.moving = True
         self._rows_of_module: dict[int, list[int]] = {}
-        for row, module in enumerate(program.parameters.modules):
+        for row, module in enumerate(program.parameters.modules[: program.parameters.held]):  # operands stand last
             self._rows_of_module.setdefault(module, []).append(row)
 
     def _check_modules(self) -> None:
@@ -73,7 +73,7 @@ class LayerwiseDestination(Destination):
     def begin(self) -> None:
         """Put the model into checkpoint format. Inference must be paused."""
         self._put_on_meta()
-        for row in range(len(self.program.parameters)):
+        for row in range(self.program.parameters.held):
             self._bind(row)
 
     def materialize(self, module: int) -> None:

@@ -36,7 +36,10 @@ def ownership_digest(ownership: Ownership) -> str:
 
 
 def geometry_rows(parameters: Parameters) -> list[list[Any]]:
-    """One row a parameter: name, kind, dtype, shape, stride, aliases. What a live model is compared with."""
+    """One row a parameter: name, kind, dtype, shape, stride, aliases. What a live model is compared with.
+
+    Operands are left out: a live model has none.
+    """
     return [
         [name, kind, dtype, list(shape), list(stride), list(aliases)]
         for name, kind, dtype, shape, stride, aliases in zip(
@@ -48,6 +51,7 @@ def geometry_rows(parameters: Parameters) -> list[list[Any]]:
             parameters.aliases,
             strict=True,
         )
+        if kind != "operand"
     ]
 
 

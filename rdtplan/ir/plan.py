@@ -20,6 +20,7 @@ from __future__ import annotations
 from attrs import field, frozen
 
 from rdtplan.ir.manifest import Ints, Manifest
+from rdtplan.ir.operations import Expression, Leaves, Operations
 from rdtplan.ir.regions import Region
 from rdtplan.ir.topology import InferenceTopology, Ownership, Position, TransferSettings
 from rdtplan.ir.traces import Fills, Parameters
@@ -139,6 +140,8 @@ class Provenance:
     """A scatter: index into `chains`."""
     fill_loader: Ints
     """A fill: index into `loaders`."""
+    operation_loader: Ints
+    """An operation: index into `loaders`."""
 
 
 @frozen(slots=True)
@@ -160,6 +163,10 @@ class Program:
     scatters: Scatters = field(metadata=SHARED)
     chunks: Chunks = field(metadata=SHARED)
     fills: Fills = field(metadata=SHARED)
+    operations: Operations = field(metadata=SHARED)
+    """Computed writes. Those of a module are evaluated in this order after its last scatter, before it is completed."""
+    leaves: Leaves = field(metadata=SHARED)
+    expressions: tuple[Expression, ...] = field(metadata=SHARED)
     lifetimes: Lifetimes = field(metadata=SHARED)
     free_after: Ints = field(metadata=SHARED)
     """A gather group: the chunk whose completion frees it, or -1: signalled at sync start (nothing of it is

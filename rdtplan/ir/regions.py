@@ -110,6 +110,77 @@ def refine(a: Region, b: Region) -> tuple[tuple[int, ...], tuple[int, ...], tupl
     return tuple(reversed(shape)), tuple(reversed(stride_a)), tuple(reversed(stride_b))
 
 
+def digits(sizes: tuple[int, ...], region: Region) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]] | None:
+    """A region of a contiguous tensor of shape `sizes`, dimension by dimension; None when it runs across them.
+
+    Returns (per step of the region, outermost first: the dimension it steps in, by how much, how often; per
+    dimension: first and last index that occurs).
+
+    >>> digits((4, 6), Region((4, 2), (6, 1), 2))
+    ([(0, 1, 4), (1, 1, 2)], [(0, 3), (2, 3)])
+    """
+    below = contiguous_stride(sizes)
+    first = [region.offset // b % n if n else 0 for n, b in zip(sizes, below, strict=True)]
+    last = list(first)
+    steps: list[tuple[int, int, int]] = []
+    pending = [(n, s) for n, s in zip(region.shape, region.stride, strict=True)]
+    while pending:
+        n, s = pending.pop()
+        if s == 0:
+            steps.append((-1, 0, n))
+            continue
+        d = next((d for d, b in enumerate(below) if sizes[d] > 1 and s >= b and s % b == 0), None)
+        if d is None:
+            return None
+        m = s // below[d]
+        if m >= sizes[d]:
+            return None
+        if last[d] + m * (n - 1) >= sizes[d]:  # it runs on into the next dimension
+            inner = sizes[d] // m
+            if sizes[d] % m or n % inner or n == inner:
+                return None
+            pending += [(n // inner, s * inner), (inner, s)]
+            continue
+        last[d] += m * (n - 1)
+        steps.append((d, m, n))
+    return steps[::-1], list(zip(first, last, strict=True))
+
+
+def compose(outer: Region, inner: Region) -> Region | None:
+    """The elements of `outer` that `inner` picks out of its logical order; None when that is no one region.
+
+    >>> str(compose(Region((4, 6), (8, 1), 0), Region((4, 2), (6, 1), 2)))
+    '[shape (4, 2) stride (8, 1) offset 2]'
+    """
+    if not inner.numel:
+        return inner
+    found = digits(outer.shape, inner)
+    if found is None:
+        return None
+    steps, ranges = found
+    strides = (*outer.stride, 0)
+    offset = outer.offset + sum(lo * s for (lo, _), s in zip(ranges, outer.stride, strict=True))
+    return canonical((n for _, _, n in steps), (m * strides[d] for d, m, _ in steps), offset)
+
+
+def overlap(a: Region, b: Region) -> bool:
+    """Do two regions share an element?"""
+    if not a.numel or not b.numel:
+        return False
+    (lo_a, hi_a), (lo_b, hi_b) = span(a), span(b)
+    if hi_a <= lo_b or hi_b <= lo_a:
+        return False
+    held, _ = _merge(runs(a))
+    others, _ = _merge(runs(b))
+    k = 0
+    for lo, hi in others:
+        while k < len(held) and held[k][1] <= lo:
+            k += 1
+        if k < len(held) and held[k][0] < hi:
+            return True
+    return False
+
+
 def split_pair(source: Region, dest: Region, limit: int, rows: tuple[int, ...] = ()) -> Iterator[tuple[Region, Region]]:
     """Cut a copy of `source` into `dest` (equal numel) into pieces of at most `limit` elements, in order.
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from attrs import frozen
 
 from rdtplan.ir.manifest import Ints
+from rdtplan.ir.operations import NO_LEAVES, NO_OPERATIONS, Expression, Leaves, Operations
 from rdtplan.ir.regions import Region
 from rdtplan.ir.topology import Position
 
 
 @frozen(slots=True)
 class Parameters:
-    """Parameters and buffers of one worker in checkpoint format (before post-processing), a row a storage."""
+    """Parameters and buffers of one worker in checkpoint format (before post-processing), a row a storage.
+
+    Operands follow: temporary contiguous tensors that fetches land in and operations read. A live model has none.
+    """
 
     names: tuple[str, ...]
     """Full dotted name, the first under which the storage is found."""
@@ -21,13 +25,18 @@ class Parameters:
     shapes: tuple[Ints, ...]
     strides: tuple[Ints, ...]
     kinds: tuple[str, ...]
-    """`parameter` or `buffer`."""
+    """`parameter`, `buffer` or `operand`."""
     aliases: tuple[tuple[str, ...], ...]
     """Other names of the same storage (tied weights)."""
     module_names: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def held(self) -> int:
+        """Rows that a live model holds: all but the operands."""
+        return sum(kind != "operand" for kind in self.kinds)
 
 
 @frozen(slots=True)
@@ -84,3 +93,8 @@ class RankTrace:
     """A fill: index into `loaders`."""
     untouched: tuple[str, ...]
     """Buffers that no loader writes."""
+    operations: Operations = NO_OPERATIONS
+    leaves: Leaves = NO_LEAVES
+    expressions: tuple[Expression, ...] = ()
+    operation_loaders: Ints = ()
+    """An operation: index into `loaders`."""

@@ -118,6 +118,7 @@ def _pack(draft: Draft, program: ProgramDraft) -> ProgramDraft:
             scatter_loader=tuple(f.loaders[row] for row in s_row),
             scatter_chain=tuple(f.chains[row] for row in s_row),
             fill_loader=trace.fill_loaders,
+            operation_loader=trace.operation_loaders,
         ),
         chunks=Chunks(
             tuple(c_group),

@@ -9,6 +9,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from attrs import frozen
 
 from rdtplan.errors import RdtError, TraceError
 from rdtplan.ir.manifest import Manifest
+from rdtplan.ir.operations import Leaves, Operations
 from rdtplan.ir.plan import ModelIdentity
+from rdtplan.ir.regions import contiguous_stride
 from rdtplan.ir.topology import InferenceTopology, Position, positions
-from rdtplan.ir.traces import Fetches, Fills, RankTrace
+from rdtplan.ir.traces import Fetches, Fills, Parameters, RankTrace
 from rdtplan.trace.model import build_model, engine_config, model_identity
 from rdtplan.trace.ranks import simulated_rank
-from rdtplan.trace.recorder import Recorder, is_machinery, place
+from rdtplan.trace.recorder import Operand, Recorder, is_machinery, place
 from rdtplan.trace.watch import Watched, dtype_name
 
 
@@ -138,9 +141,14 @@ def _check_model_kept(model: torch.nn.Module, watched: Watched, recorder: Record
 
 def _to_trace(recorder: Recorder, watched: Watched, position: Position) -> RankTrace:
     touched = {row[3] for row in recorder.fetches} | {row[0] for row in recorder.fills}
-    parameters, untouched, index = watched.table(touched)
+    touched |= {operation.parameter for operation in recorder.operations}
+    parameters, untouched, index = watched.table({row for row in touched if row >= 0})
+    operands = [operand for _, operand in recorder.operands.values()]
+    index.update((-1 - number, len(parameters) + number) for number in range(len(operands)))
+    parameters = _with_operands(parameters, operands, index)
     fetches = [(*row[:3], index[row[3]], *row[4:]) for row in recorder.fetches]
     fills = [(index[row[0]], *row[1:4]) for row in recorder.fills]
+    operations, leaves = _operation_tables(recorder, index)
     return RankTrace(
         position=position,
         parameters=parameters,
@@ -152,6 +160,48 @@ def _to_trace(recorder: Recorder, watched: Watched, position: Position) -> RankT
         fills=Fills(*zip(*fills, strict=True)) if fills else Fills((), (), (), ()),
         fill_loaders=tuple(row[4] for row in recorder.fills),
         untouched=untouched,
+        operations=operations,
+        leaves=leaves,
+        expressions=tuple(recorder.expressions),
+        operation_loaders=tuple(operation.loader for operation in recorder.operations),
+    )
+
+
+def _with_operands(parameters: Parameters, operands: list[Operand], index: dict[int, int]) -> Parameters:
+    """The table with a row for every operand, named after the parameter that it is fetched for."""
+    if not operands:
+        return parameters
+    fed = [index[operand.row] for operand in operands]
+    seen: dict[int, int] = {}
+    names: list[str] = []
+    for row in fed:
+        names.append(f"{parameters.names[row]}#{seen.setdefault(row, 0)}")
+        seen[row] += 1
+    shapes = tuple(operand.shape for operand in operands)
+    return Parameters(
+        names=(*parameters.names, *names),
+        modules=(*parameters.modules, *(parameters.modules[row] for row in fed)),
+        dtypes=(*parameters.dtypes, *(dtype_name(operand.dtype) for operand in operands)),
+        shapes=(*parameters.shapes, *shapes),
+        strides=(*parameters.strides, *(contiguous_stride(shape) for shape in shapes)),
+        kinds=(*parameters.kinds, *("operand" for _ in operands)),
+        aliases=(*parameters.aliases, *(() for _ in operands)),
+        module_names=parameters.module_names,
+    )
+
+
+def _operation_tables(recorder: Recorder, index: dict[int, int]) -> tuple[Operations, Leaves]:
+    operations = recorder.operations
+    leaves = [(index[row], region) for operation in operations for row, region in operation.leaves]
+    ends = tuple(accumulate(len(operation.leaves) for operation in operations))
+    return (
+        Operations(
+            tuple(index[operation.parameter] for operation in operations),
+            tuple(operation.region for operation in operations),
+            tuple(operation.expression for operation in operations),
+            ends,
+        ),
+        Leaves(tuple(row for row, _ in leaves), tuple(region for _, region in leaves)),
     )
 
 
@@ -212,7 +262,10 @@ def trace_fleet(
     trace_of: list[int] = []
     for p in all_positions:
         trace = results[Position(0, p.pp, p.tp) if spread else p][0]
-        key = (trace.parameters, trace.regions, trace.dtype_table, trace.fetches, trace.fills)
+        key = (
+            *(trace.parameters, trace.regions, trace.dtype_table, trace.fetches, trace.fills),
+            *(trace.operations, trace.leaves, trace.expressions),
+        )
         if key not in ids:
             ids[key] = len(traces)
             traces.append(trace)

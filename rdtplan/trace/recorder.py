@@ -8,15 +8,20 @@ seen; one TorchFunctionMode sees every call.
 The rules, in order of a call:
 
 1. A write into watched memory (a parameter or buffer) is recorded and not executed. Its data must be a
-   region of one source (a fetch) or one constant (a fill). Anything else is refused with the source, the
-   chain, the loader and its line.
-2. A write into a source tensor itself is refused: later reads would no longer be slices of what the trainer
-   has.
-3. An operation on a source that yields new memory (a cast, arithmetic, `cat`) runs on meta; the result is
-   remembered as *derived*, and refused where it is written to watched memory.
+   region of one source (a fetch), one constant (a fill), or computed from such and from watched memory by
+   operations of the closed table (a local operation). Anything else is refused with the source, the chain,
+   the loader and its line.
+2. A call that yields new memory from a source or from watched memory runs on meta; what it yields is
+   remembered by its storage, as a value (`rdtplan/trace/values.py`) when the closed table has an entry for
+   the call, else as unknown, and then refused where it is written to watched memory.
+3. A write into a source tensor or into such memory changes the value of that storage: later views read the
+   new one. The same goes for a loader's scratch.
 4. An operation that needs data is refused, or raises in torch; either way the error has the same four
    facts. Data that a real load would find changed counts too: of a parameter, of a buffer that was written,
    of scratch that holds source data. Tables that the model made for itself (an expert map) may be read.
+5. Operations are evaluated after all fetches of their module, in record order. So a write into elements that
+   an earlier operation has read or written is an operation too, and a value of watched memory that was
+   overwritten before its use is refused.
 
 Writes that reach memory without passing through a Python call cannot be seen here. They cannot pass
 unnoticed either: the plan is complete only when every element of every parameter was seen to be written
@@ -27,20 +32,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from types import CodeType
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch.overrides import TorchFunctionMode
 
 from rdtplan.errors import TraceError
 from rdtplan.ir.manifest import Manifest
-from rdtplan.ir.regions import Region, canonical
+from rdtplan.ir.operations import Expression, flaw
+from rdtplan.ir.regions import Region, canonical, overlap
+from rdtplan.trace import values
+from rdtplan.trace.lowering import CONVERSIONS, CREATORS, IN_PLACE, LOWER, created
+from rdtplan.trace.values import Value, flat_region
 from rdtplan.trace.watch import Watched
 
 Tensor = torch.Tensor
 Chain = tuple[Any, ...]
 """() for the full tensor, else (parent chain, function, arguments, keyword arguments, output index)."""
+
+_UNDERSTOOD = frozenset(LOWER)
 
 _ORIGIN = "_rdt_origin"
 """Attribute of a source tensor or a view of one: (source index, chain)."""
@@ -99,6 +112,40 @@ _KINDS = {
 }
 
 
+@frozen(slots=True)
+class Derived:
+    """Memory that holds something computed: `tensor` keeps it alive."""
+
+    tensor: Tensor
+    source: int | None
+    """A source that it comes from."""
+    words: str
+    value: Value | None
+    """None: by no operation of the closed table."""
+
+
+@frozen(slots=True)
+class Operand:
+    """Temporary memory that a fetch lands in, for an operation of leaf module `module` on watched row `row`."""
+
+    module: int
+    row: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@frozen(slots=True)
+class RecordedOperation:
+    """A write of a computed value."""
+
+    parameter: int
+    region: int
+    expression: int
+    leaves: tuple[tuple[int, int], ...]
+    """(row, region); operand k has row -1 - k."""
+    loader: int
+
+
 class Recorder(TorchFunctionMode):
     """Records every write of the code that runs inside it.
 
@@ -119,14 +166,25 @@ class Recorder(TorchFunctionMode):
         """The source name that was last handed to the model."""
         self.fetches: list[tuple[int, int, int, int, int, int, int]] = []
         self.fills: list[tuple[int, int, float, int, int]] = []
+        self.operations: list[RecordedOperation] = []
+        self.operands: dict[tuple[Any, ...], tuple[int, Operand]] = {}
+        """(module, source, region, dtype, shape) -> (number, operand)."""
+        self.expressions: dict[Expression, int] = {}
         self.regions: dict[Region, int] = {}
         self.dtypes: dict[torch.dtype, int] = {}
         self.loaders: dict[str, int] = {}
         self.chains: dict[tuple[str, ...], int] = {(): 0}
         self._raw_regions: dict[Any, int] = {}
+        self._region_list: list[Region] = []
+        """The keys of `regions`, as far as somebody asked for them by number."""
         self._sources = sources
         self._source_ids: dict[int, int] | None = None
-        self._derived: dict[int, tuple[Tensor, int | None, str]] = {}
+        self._derived: dict[int, Derived] = {}
+        self._fresh: dict[int, Tensor] = {}
+        """Storages of the loader's scratch that nobody wrote."""
+        self._changed_sources = False
+        self._held: dict[int, list[Region]] = {}
+        """A watched row: regions that operations have read or written."""
         self._tables: set[int] = set()
         """Storages of watched tables that nobody wrote yet."""
         self._written: set[int] = set()
@@ -195,12 +253,14 @@ class Recorder(TorchFunctionMode):
                 return out
         tensors = _tensors(args) + _tensors(tuple(kwargs.values()))
         touched = [t for t in tensors if self._unreadable(t)]
+        if func in CREATORS:
+            return self._create(func, name, args, kwargs)
         if not touched or func in _ALLOCATORS:
             return func(*args, **kwargs)
         if func in _READERS:
             raise self._refuse(touched[0], f"calls {name}(), which needs the data", "RDT201")
         try:
-            out = func(*args, **kwargs)
+            out = self._compute(func, args, kwargs) if func in _UNDERSTOOD else func(*args, **kwargs)
         except TraceError:
             raise
         except Exception as error:
@@ -209,14 +269,104 @@ class Recorder(TorchFunctionMode):
             ) from error
         for result in [*_tensors((out,)), *targets]:
             storage = result.untyped_storage()._cdata
+            if storage in self._derived:
+                continue
             if storage in self._source_of:
                 source = self._source_of[storage]
                 parent = origin[1] if origin is not None and origin[0] == source else ()
                 setattr(result, _ORIGIN, (source, (parent, func, args[1:], kwargs, None)))
-            elif storage not in self._derived and self.watched.find(result) is None:
-                source_k, words = self._describe(touched[0]) or (None, "")
-                self._derived[storage] = (result, source_k, f"{words} -> {name}()" if words else f"{name}()")
+            elif self.watched.find(result) is None:
+                value = None if result is not out else self._lower(func, args, kwargs, out)
+                self._derive(result, touched[0], f"{name}()", value)
         return out
+
+    def _create(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Fresh memory. What is in it is known on meta too; memory that nobody wrote must not reach the model."""
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            value = created(func, args, kwargs, out)
+            if value is not None and value.op == "unset":
+                self._fresh[out.untyped_storage()._cdata] = out
+            elif out.is_meta:
+                self._derived[out.untyped_storage()._cdata] = Derived(out, None, f"{name}()", value)
+        return out
+
+    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a call of the closed table on meta, whatever memory its arguments have."""
+        if func in CONVERSIONS:
+            args, kwargs, moved = _without_device(args, kwargs)
+            moved = moved or func in (Tensor.cpu, Tensor.cuda)
+            if moved and len(args) == 1 and not kwargs:  # the same elements on another device: a copy
+                return _standin(args[0]).clone()
+        meta_args, meta_kwargs = _on_meta(args), {k: _on_meta(v) for k, v in kwargs.items()}
+        out = func(*meta_args, **meta_kwargs)
+        storages = {t.untyped_storage()._cdata for t in _tensors((meta_args, tuple(meta_kwargs.values())))}
+        if isinstance(out, Tensor) and out.untyped_storage()._cdata in storages:
+            return func(*args, **kwargs)  # a view of its argument, which real memory gives as well
+        return out
+
+    def _lower(self, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> Value | None:
+        """The value of a result, laid out as its memory is; None when the closed table does not have it."""
+        lower = LOWER.get(func)
+        if lower is None:
+            return None
+        if func in CONVERSIONS:
+            args, kwargs = args[:1], {}
+        operands = [self._operand(a) for a in args]
+        named = {k: self._operand(v) for k, v in kwargs.items()}
+        if None in operands or any(isinstance(a, list) and None in a for a in operands):
+            return None
+        value = lower(operands, {k: v for k, v in named.items() if v is not None}, out)
+        if value is None or value.shape != tuple(out.shape):
+            return None
+        if out.is_contiguous():
+            return value
+        order = sorted(range(out.dim()), key=lambda d: -out.stride(d))
+        if not out.permute(order).is_contiguous():
+            return None
+        strides = values.contiguous_stride(value.shape)
+        laid_out = canonical((out.shape[d] for d in order), (strides[d] for d in order), 0)
+        return values.region(value, (out.shape[d] for d in order), laid_out, out.dtype)
+
+    def _operand(self, argument: Any) -> Any:
+        """What a lowering takes for an argument of a call; None for a tensor whose value is not known."""
+        if isinstance(argument, Tensor):
+            return self._value(argument)
+        if type(argument) in (int, float):
+            return values.number(argument)
+        if isinstance(argument, list | tuple):
+            return [self._operand(a) for a in argument]
+        return _NO_VALUE if argument is None else argument
+
+    def _value(self, t: Tensor) -> Value | None:
+        """What `t` holds now, as a value; None when no expression gives it."""
+        if t.is_conj() or t.is_neg():
+            return None
+        storage = t.untyped_storage()._cdata
+        if storage in self._derived:
+            value = self._derived[storage].value
+            if value is None:
+                return None
+            return values.region(value, t.shape, canonical(t.shape, t.stride(), t.storage_offset()), t.dtype)
+        if storage in self._source_of:
+            where = canonical(t.shape, t.stride(), t.storage_offset())
+            return Value("source", (), t.dtype, t.shape, row=self._source_of[storage], region=where)
+        row = self.watched.find(t)
+        if row is not None and self._unreadable(t):
+            if t.dtype != self.watched.dtypes[row]:
+                return None
+            where = canonical(t.shape, t.stride(), t.storage_offset() - self.watched.offsets[row])
+            since = (len(self.fetches), len(self.fills), len(self.operations))
+            return Value("parameter", (), t.dtype, t.shape, row=row, region=where, since=since)
+        if storage in self._fresh:
+            return Value("unset", (), t.dtype, t.shape)
+        constant = None if t.is_meta or not t.numel() else _constant(t, t.dtype)
+        return None if constant is None else values.full(t.dtype, t.shape, constant)
+
+    def _derive(self, result: Tensor, cause: Tensor, step: str, value: Value | None) -> None:
+        source, words = self._describe(cause) or (None, "")
+        storage = result.untyped_storage()._cdata
+        self._derived[storage] = Derived(result, source, f"{words} -> {step}" if words else step, value)
 
     # -- writes ----------------------------------------------------------------------------------------------
 
@@ -226,30 +376,20 @@ class Recorder(TorchFunctionMode):
         if origin is None:
             k = self._source_of.get(src.untyped_storage()._cdata)
             origin = None if k is None else (k, ())
+        if self._changed_sources and origin is not None and src.untyped_storage()._cdata in self._derived:
+            origin = None
         if parameter is None:
-            return self._copy_elsewhere(dest, src, origin)
-        if origin is None:
-            self._store(dest, src, parameter)
+            return self._copy_elsewhere(dest, src)
+        if origin is None or parameter in self._held:
+            self._store(dest, src, parameter, origin)
             return dest
         self._fetch(dest, src, parameter, origin)
         return dest
 
     def _fetch(self, dest: Tensor, src: Tensor, parameter: int, origin: Any) -> None:
-        if dest.shape != src.shape and not _fits(src.shape, dest.shape):
-            raise self._refuse(
-                src,
-                f"copies {src.numel()} elements of shape {tuple(src.shape)} into {dest.numel()} of shape "
-                f"{tuple(dest.shape)} of {self.watched.names[parameter]!r}: "
-                "a broadcasting copy is not a slice",
-                "RDT203",
-            )
+        self._check_copy(dest, src, parameter)
         if dest.numel() == 0:
             return
-        self._check_dtype(dest, parameter, src)
-        if src.is_conj() or src.is_neg():
-            raise self._refuse(
-                src, f"writes a conjugated or negated view into {self.watched.names[parameter]!r}", "RDT202"
-            )
         source, chain = origin
         self._mark_written(parameter)
         self._fetched.add(parameter)
@@ -265,22 +405,150 @@ class Recorder(TorchFunctionMode):
             )
         )
 
-    def _store(self, dest: Tensor, src: Tensor, parameter: int) -> None:
-        """A write whose data is no source: a constant is a fill, anything else is refused."""
+    def _check_copy(self, dest: Tensor, src: Tensor, parameter: int) -> None:
+        if dest.shape != src.shape and not _fits(src.shape, dest.shape):
+            raise self._refuse(
+                src,
+                f"copies {src.numel()} elements of shape {tuple(src.shape)} into {dest.numel()} of shape "
+                f"{tuple(dest.shape)} of {self.watched.names[parameter]!r}: "
+                "a broadcasting copy is not a slice",
+                "RDT203",
+            )
         if dest.numel() == 0:
             return
-        if self._describe(src) is None and not src.is_meta and src.numel():
+        self._check_dtype(dest, parameter, src)
+        if src.is_conj() or src.is_neg():
+            raise self._refuse(
+                src, f"writes a conjugated or negated view into {self.watched.names[parameter]!r}", "RDT202"
+            )
+
+    def _store(self, dest: Tensor, src: Tensor, parameter: int, origin: Any) -> None:
+        """A write whose data is no plain source: a constant is a fill, a value is written as it can be."""
+        if dest.numel() == 0:
+            return
+        if origin is None and self._describe(src) is None and not src.is_meta and src.numel():
             value = _constant(src, dest.dtype)
             if value is not None:
                 self._fill(dest, parameter, value)
                 return
-        words = (self._describe(src) or (None, "data of its own"))[1]
-        raise self._refuse(
-            src,
-            f"writes {words} into {self.watched.names[parameter]!r}, which is neither a slice of a source "
-            "nor a constant",
-            "RDT202",
+        described = self._describe(src)
+        found = self._value(src) if described is not None else None
+        if found is None:
+            words = (described or (None, "data of its own"))[1]
+            raise self._refuse(
+                src,
+                f"writes {words} into {self.watched.names[parameter]!r}, which is neither a slice of a source, "
+                "nor a constant, nor computed by operations that a plan knows",
+                "RDT202",
+            )
+        self._check_copy(dest, src, parameter)
+        assert described is not None
+        chain = (
+            self._chain(origin[1])
+            if origin is not None
+            else self.chains.setdefault(_steps(described[1]), len(self.chains))
         )
+        self._assign(dest, found, parameter, src, chain)
+
+    def _assign(self, dest: Tensor, value: Value, parameter: int, src: Tensor, chain: int) -> None:
+        """Write a value: as fetches and fills where it is made of such, else as an operation."""
+        if value.op == "convert" and value.dtype == dest.dtype:
+            value = value.arguments[0]  # the copy converts just so
+        if value.op == "cat":
+            whole = dest.view(value.shape) if dest.dim() != len(value.shape) else dest
+            start, dim = 0, value.ints[0]
+            for piece in value.arguments:
+                self._assign(whole.narrow(dim, start, piece.shape[dim]), piece, parameter, src, chain)
+                start += piece.shape[dim]
+            return
+        where = self._region(dest, self.watched.offsets[parameter])
+        if value.op == "full" and self._fill_same(dest, value, parameter):
+            return
+        if not values.set_everywhere(value):
+            raise self._refuse(
+                src, f"writes scratch that was never written into {self.watched.names[parameter]!r}", "RDT202"
+            )
+        if value.op == "source" and not self._is_held(parameter, where):
+            self._mark_written(parameter)
+            self._fetched.add(parameter)
+            self.fetches.append((*self._slice(value), parameter, where, self._loader(), chain))
+            return
+        self._operate(where, value, parameter, src, chain)
+
+    def _fill_same(self, dest: Tensor, value: Value, parameter: int) -> bool:
+        """Fill with a constant tensor's number, when that gives the bytes that a copy gives."""
+        constant = _constant(torch.full((1,), value.number, dtype=value.dtype), dest.dtype)
+        if constant is not None:
+            self._fill(dest, parameter, constant)
+        return constant is not None
+
+    def _slice(self, value: Value) -> tuple[int, int, int]:
+        """(source, dtype, region) of a leaf that is a slice of a source."""
+        assert value.region is not None
+        dtype = self.dtypes.setdefault(value.dtype, len(self.dtypes))
+        return value.row, dtype, self.regions.setdefault(value.region, len(self.regions))
+
+    def _is_held(self, parameter: int, where: int) -> bool:
+        if parameter not in self._held:
+            return False
+        region = self._region_at(where)
+        return any(overlap(region, held) for held in self._held[parameter])
+
+    def _operate(self, where: int, value: Value, parameter: int, blamed: Tensor, chain: int) -> None:
+        """Record the evaluation of a value into region `where` of a parameter."""
+        name = self.watched.names[parameter]
+        module = self.watched.modules[parameter]
+        expression = values.expression(value)
+        if wrong := flaw(expression):
+            raise self._refuse(blamed, f"writes into {name!r} what a plan cannot compute: {wrong}", "RDT202")
+        leaves: list[tuple[int, int]] = []
+        for leaf in values.leaves_of(value):
+            assert leaf.region is not None
+            if leaf.op == "source":
+                leaves.append(
+                    (-1 - self._land(leaf, module, parameter, chain), self._region_row(flat_region(leaf.numel)))
+                )
+                continue
+            read = self.watched.names[leaf.row]
+            if self.watched.modules[leaf.row] != module:
+                raise self._refuse(
+                    blamed,
+                    f"computes {name!r} from {read!r}, a parameter of another module, which may not have landed then",
+                    "RDT209",
+                )
+            writes = [
+                *((p, r) for *_, p, r, _, _ in self.fetches[leaf.since[0] :]),
+                *((p, r) for p, r, *_ in self.fills[leaf.since[1] :]),
+                *((o.parameter, o.region) for o in self.operations[leaf.since[2] :]),
+            ]
+            if any(p == leaf.row and overlap(self._region_at(r), leaf.region) for p, r in writes):
+                raise self._refuse(
+                    blamed, f"computes {name!r} from values of {read!r} that it has overwritten since", "RDT209"
+                )
+            leaves.append((leaf.row, self._region_row(leaf.region)))
+            self._held.setdefault(leaf.row, []).append(leaf.region)
+        self._mark_written(parameter)
+        self._held.setdefault(parameter, []).append(self._region_at(where))
+        row = self.expressions.setdefault(expression, len(self.expressions))
+        self.operations.append(RecordedOperation(parameter, where, row, tuple(leaves), self._loader()))
+
+    def _region_row(self, region: Region) -> int:
+        return self.regions.setdefault(region, len(self.regions))
+
+    def _region_at(self, row: int) -> Region:
+        if len(self._region_list) < len(self.regions):
+            self._region_list += islice(self.regions, len(self._region_list), None)
+        return self._region_list[row]
+
+    def _land(self, leaf: Value, module: int, parameter: int, chain: int) -> int:
+        """The number of the operand that holds a slice of a source, fetched if it is not yet."""
+        key = (module, leaf.row, leaf.region, leaf.dtype, leaf.shape)
+        if key not in self.operands:
+            number = len(self.operands)
+            self.operands[key] = (number, Operand(module, parameter, leaf.dtype, leaf.shape))
+            everything = self._region_row(flat_region(leaf.numel))
+            self.fetches.append((*self._slice(leaf), -1 - number, everything, self._loader(), chain))
+        return self.operands[key][0]
 
     def _fill(self, dest: Tensor, parameter: int, value: float) -> None:
         if dest.numel():
@@ -291,34 +559,71 @@ class Recorder(TorchFunctionMode):
                     f"fills {self.watched.names[parameter]!r} with {value}, which no float64 holds",
                     "RDT202",
                 )
-            self._mark_written(parameter)
             region = self._region(dest, self.watched.offsets[parameter])
+            if self._is_held(parameter, region):
+                constant = values.full(dest.dtype, dest.shape, value)
+                self._operate(region, constant, parameter, dest, 0)
+                return
+            self._mark_written(parameter)
             before = int(parameter not in self._fetched)
             self.fills.append((parameter, region, float(value), before, self._loader()))
 
-    def _copy_elsewhere(self, dest: Tensor, src: Tensor, origin: Any) -> Tensor:
-        """A copy into memory that is neither watched nor of a source: the loader's scratch, now derived."""
+    def _copy_elsewhere(self, dest: Tensor, src: Tensor) -> Tensor:
+        """A copy into memory that is not watched: of a source, derived, or the loader's scratch."""
         storage = dest.untyped_storage()._cdata
-        if storage in self._source_of:
-            raise self._refuse(dest, "overwrites the source tensor itself", "RDT204")
         described = self._describe(src)
-        if origin is not None:
-            described = (origin[0], self._words(origin[0], origin[1]))
-        if described is None and storage not in self._derived:
+        if described is None and storage not in self._derived and storage not in self._source_of:
+            self._fresh.pop(storage, None)
             return _COPY(dest, src)
-        source, words = described or (None, "")
-        self._derived[storage] = (dest, source, f"{words} -> copy_() into scratch")
+        self._update(dest, src, self._broadcast(src, dest), "copy_() into scratch")
         return dest
 
+    def _broadcast(self, value: Any, dest: Tensor) -> Value | None:
+        """What a copy of `value` (a tensor or a number) into `dest` puts there."""
+        if not isinstance(value, Tensor):
+            return values.full(dest.dtype, dest.shape, value) if type(value) in (int, float, bool) else None
+        found = self._value(value)
+        if found is None or value.dim() > dest.dim() or not dest.numel():
+            return None
+        spread = torch.empty(found.shape, device="meta").expand(dest.shape)
+        where = canonical(spread.shape, spread.stride(), 0)
+        return values.convert(values.region(found, dest.shape, where, found.dtype), dest.dtype)
+
+    def _update(self, target: Tensor, cause: Tensor, value: Value | None, step: str) -> None:
+        """A write into unwatched memory that matters: the value of its storage is another from now on."""
+        storage = target.untyped_storage()._cdata
+        numel = target.untyped_storage().nbytes() // target.element_size()
+        held = self._derived.get(storage)
+        if held is not None:
+            base = held.value
+            keep = held.tensor
+        elif storage in self._source_of:
+            keep = self._sources[self._source_of[storage]]
+            base = self._value(keep)
+            self._changed_sources = True
+        else:
+            keep = target
+            flat = target.as_strided((numel,), (1,), 0)
+            base = values.full(target.dtype, (numel,), 0.0) if not numel else self._value(flat)
+            self._fresh.pop(storage, None)
+        where = canonical(target.shape, target.stride(), target.storage_offset())
+        if value is not None and where == flat_region(numel) and (base is None or base.op == "unset"):
+            base = values.full(target.dtype, (numel,), 0.0)
+        if base is not None and (base.dtype != target.dtype or base.numel != numel):
+            base = None
+        new = values.put(base, value, where) if value is not None else None
+        source, words = self._describe(cause) or self._describe(target) or (None, "")
+        self._derived[storage] = Derived(keep, source, f"{words} -> {step}" if words else step, new)
+
     def _write(self, func: Any, name: str, target: Tensor, args: Any, kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """An in-place or `out=` call. (False, None) when its target is neither watched nor a source."""
+        """An in-place or `out=` call. (False, None) when its target's data is the loader's own affair."""
         parameter = self.watched.find(target)
-        if parameter is None:
-            if target.untyped_storage()._cdata in self._source_of:
-                raise self._refuse(target, f"calls {name}() on the source tensor itself", "RDT204")
-            return False, None
         blamed = self._blamed((*args, *kwargs.values()), target)
+        if parameter is None:
+            return self._write_elsewhere(func, name, target, args, kwargs, blamed)
         if func == _DATA_SET:
+            if isinstance(args[1], Tensor) and _same_memory(args[1], target):
+                return True, None  # the end of `param.data += 1`
             raise self._refuse(blamed, f"replaces the memory of {self.watched.names[parameter]!r}", "RDT205")
         if func is _ZERO:
             self._fill(target, parameter, 0.0)
@@ -347,7 +652,62 @@ class Recorder(TorchFunctionMode):
             else:
                 self._fill(view, parameter, value)
             return True, None
-        raise self._refuse(blamed, f"changes {self.watched.names[parameter]!r} in place by {name}()", "RDT202")
+        result = self._in_place(func, args, kwargs)
+        if result is None:
+            raise self._refuse(blamed, f"changes {self.watched.names[parameter]!r} in place by {name}()", "RDT202")
+        if target.numel():
+            self._check_dtype(target, parameter, target)
+            chain = self.chains.setdefault((f"{name}()",), len(self.chains))
+            self._assign(target, values.convert(result, target.dtype), parameter, blamed, chain)
+        return True, target
+
+    def _in_place(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Value | None:
+        """What an in-place call of the closed table computes."""
+        plain = IN_PLACE.get(func)
+        if plain is None:
+            return None
+        try:
+            out = plain(*_on_meta(args), **{k: _on_meta(v) for k, v in kwargs.items()})
+        except Exception:
+            return None
+        if not isinstance(out, Tensor) or out.shape != args[0].shape:
+            return None
+        value = self._lower(plain, args, kwargs, out)
+        if value is None or out.is_contiguous():
+            return value
+        logical = torch.empty(0, device="meta").as_strided(out.shape, out.stride())
+        return values.region(value, out.shape, canonical(logical.shape, logical.stride(), 0), out.dtype)
+
+    def _write_elsewhere(
+        self, func: Any, name: str, target: Tensor, args: Any, kwargs: dict[str, Any], blamed: Tensor
+    ) -> tuple[bool, Any]:
+        """A write into memory that is not watched: recorded when source data is on either side."""
+        storage = target.untyped_storage()._cdata
+        is_source = storage in self._source_of and storage not in self._derived
+        if func == _DATA_SET and (storage in self._derived or storage in self._source_of):
+            raise self._refuse(target, "replaces the memory of a source tensor", "RDT204")
+        others = [t for t in _tensors((*args, *kwargs.values())) if t is not target and self._unreadable(t)]
+        if not is_source and storage not in self._derived and not others:
+            self._fresh.pop(storage, None)
+            return False, None
+        if func is _SETITEM and _is_basic(args[1]):
+            view, value = target[args[1]], args[2]
+            while isinstance(value, Tensor) and value.dim() > view.dim() and value.shape[0] == 1:
+                value = self._other(_GETITEM, (value, 0), {}, getattr(value, _ORIGIN, None))
+            self._update(view, blamed, self._broadcast(value, view), f"{name}()")
+            return True, None
+        if func in (_ZERO, _FILL):
+            value = 0.0 if func is _ZERO else args[1] if len(args) > 1 else kwargs["value"]
+            self._update(target, target, self._broadcast(value, target), f"{name}()")
+            return True, target
+        result = self._in_place(func, args, kwargs)
+        if result is not None:
+            self._update(target, blamed, values.convert(result, target.dtype), f"{name}()")
+            return True, target
+        if is_source:
+            raise self._refuse(target, f"calls {name}() on the source tensor itself", "RDT204")
+        self._update(target, blamed, None, f"{name}()")
+        return (False, None) if target.is_meta and not others else (True, target if func is not _SETITEM else None)
 
     def _check_dtype(self, dest: Tensor, parameter: int, src: Tensor) -> None:
         if dest.dtype != self.watched.dtypes[parameter]:
@@ -361,7 +721,7 @@ class Recorder(TorchFunctionMode):
     def kept(self, t: Tensor) -> str | None:
         """Words for `t` when it is, or was made of, a source tensor; None otherwise."""
         storage = t.untyped_storage()._cdata
-        if storage in self._source_of or storage in self._derived:
+        if storage in self._source_of or (storage in self._derived and self._derived[storage].words):
             return (self._describe(t) or (None, ""))[1]
         return None
 
@@ -416,14 +776,13 @@ class Recorder(TorchFunctionMode):
     def _describe(self, t: Tensor) -> tuple[int | None, str] | None:
         """(source index, words) of a tensor of source data, derived or not, or of watched memory, or None."""
         origin = getattr(t, _ORIGIN, None)
+        storage = t.untyped_storage()._cdata
+        if storage in self._derived:
+            return self._derived[storage].source, self._derived[storage].words
         if origin is not None:
             return origin[0], self._words(*origin)
-        storage = t.untyped_storage()._cdata
         if storage in self._source_of:
             return self._source_of[storage], self.manifest.names[self._source_of[storage]]
-        if storage in self._derived:
-            _, source, words = self._derived[storage]
-            return source, words
         parameter = self.watched.find(t)
         if parameter is not None:
             return None, f"parameter {self.watched.names[parameter]}"
@@ -450,6 +809,48 @@ class Recorder(TorchFunctionMode):
         )
         self.refused = self.refused or error
         return error
+
+
+class _NoValue:
+    """Stands for an argument that is None, where None itself says that a value is not known."""
+
+
+_NO_VALUE = _NoValue()
+
+
+def _standin(t: Tensor) -> Tensor:
+    """A meta tensor of the same geometry."""
+    if t.is_meta:
+        return t
+    return torch.empty(0, dtype=t.dtype, device="meta").as_strided(t.shape, t.stride(), 0)
+
+
+def _on_meta(argument: Any) -> Any:
+    """An argument of a call with every tensor in it on meta."""
+    if isinstance(argument, Tensor):
+        return _standin(argument)
+    if type(argument) in (list, tuple):
+        return type(argument)(_on_meta(a) for a in argument)
+    return argument
+
+
+def _without_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
+    """A conversion without where its result goes; and whether it named a place."""
+    rest = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking", "copy")}
+    kept = tuple(a for a in args[1:] if isinstance(a, Tensor | torch.dtype | torch.memory_format))
+    moved = len(kept) < len(args) - 1 or len(rest) < len(kwargs)
+    return (args[0], *kept), rest, moved
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Are these two views of the same elements?"""
+    same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same_storage and (a.shape, a.stride(), a.storage_offset()) == (b.shape, b.stride(), b.storage_offset())
+
+
+def _steps(words: str) -> tuple[str, ...]:
+    """Words for computed memory without the name they begin with."""
+    return tuple(words.split(" -> ")[1:]) or (words,)
 
 
 def _targets(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

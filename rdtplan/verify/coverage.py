@@ -30,7 +30,11 @@ class Prover:
 
 
 def check_destinations(program: Program, prover: Prover, where: str) -> list[Finding]:
-    """Findings about the parameters of one worker: gaps, double writes, writes outside."""
+    """Findings about the memory of one worker: gaps, double writes, writes outside, reads of what nobody wrote.
+
+    Operations come after all copies and constants. One that reads what it overwrites (`param.copy_(fn(param))`) is a
+    rewrite and counts for nothing; any other is a write like a copy.
+    """
     p = program.parameters
     fetched: list[list[Region]] = [[] for _ in range(len(p))]
     filled: list[list[Region]] = [[] for _ in range(len(p))]
@@ -44,11 +48,12 @@ def check_destinations(program: Program, prover: Prover, where: str) -> list[Fin
         if not before:
             late[parameter].append(program.regions[region])
     findings: list[Finding] = []
+    _add_operations(program, prover, where, fetched, filled, findings)
     for k, name in enumerate(p.names):
         extent = canonical(p.shapes[k], p.strides[k], 0)
         if not fetched[k] and not filled[k]:
-            if extent.numel and p.kinds[k] == "parameter":
-                findings.append(Finding("RDT310", f"{where}: no loader writes parameter {name!r}", (name,)))
+            if extent.numel and p.kinds[k] != "buffer":
+                findings.append(Finding("RDT310", f"{where}: no loader writes {p.kinds[k]} {name!r}", (name,)))
             continue
         by_fetch = prover.cover(extent, tuple(fetched[k]))
         both = prover.cover(extent, (*fetched[k], *filled[k])) if filled[k] else by_fetch
@@ -83,6 +88,32 @@ def check_destinations(program: Program, prover: Prover, where: str) -> list[Fin
                 )
             )
     return findings
+
+
+def _add_operations(
+    program: Program,
+    prover: Prover,
+    where: str,
+    fetched: list[list[Region]],
+    filled: list[list[Region]],
+    findings: list[Finding],
+) -> None:
+    """Count every operation that is no rewrite among the copies, in record order; find reads of unwritten memory."""
+    p, operations, leaves = program.parameters, program.operations, program.leaves
+    start = 0
+    for k, end in enumerate(operations.leaf_end):
+        row, region = operations.parameters[k], program.regions[operations.regions[k]]
+        own: list[Region] = []
+        for at in range(start, end):
+            leaf, read = leaves.rows[at], program.regions[leaves.regions[at]]
+            if leaf == row:
+                own.append(read)
+            if prover.cover(read, (*fetched[leaf], *filled[leaf])).missing:
+                sentence = f"{where}: {p.names[row]!r} is computed from elements of {p.names[leaf]!r} not yet written"
+                findings.append(Finding("RDT315", sentence, (p.names[row], p.names[leaf])))
+        start = end
+        if not own or prover.cover(region, tuple(own)).missing:
+            fetched[row].append(region)
 
 
 def check_sources(manifest: Manifest, programs: Sequence[Program], prover: Prover) -> list[Finding]:

@@ -37,10 +37,12 @@ from rdtplan.ir.plan import (
 )
 from rdtplan.ir.regions import Region, canonical, refine, span
 from rdtplan.ir.topology import Ownership, TransferSettings, consumer_id, positions
+from rdtplan.passes.bound_lifetimes import module_lifetimes
 from rdtplan.passes.connect_streams import number_streams
 from rdtplan.passes.forecast_memory import slot_nbytes
 from rdtplan.passes.number_sequences import sequence
 from rdtplan.verify.findings import Finding
+from rdtplan.verify.operations import operation_flaws
 
 
 class _Checks:
@@ -98,7 +100,7 @@ def _sound(shape: Ints, stride: Ints) -> bool:
 def check_program(program: Program, manifest: Manifest, groups: int, classes: int, where: str) -> list[Finding]:
     """Tables of one program. Later checks rely on earlier ones, so the first kind of fault ends the list."""
     c = _Checks(where)
-    for name in ("keys", "scatters", "chunks", "fills", "lifetimes"):
+    for name in ("keys", "scatters", "chunks", "fills", "lifetimes", "operations", "leaves"):
         c.lengths(getattr(program, name), name)
     c.lengths(program.parameters, "parameters", "module_names")
     if c.findings:
@@ -108,6 +110,9 @@ def check_program(program: Program, manifest: Manifest, groups: int, classes: in
     known = len(origin.scatter_loader) == len(origin.scatter_chain) == len(scatters)
     c.that(known, "provenance.scatter_loader", "a scatter lacks its origin")
     c.that(len(origin.fill_loader) == len(fills), "provenance.fill_loader", "a fill lacks its origin")
+    operations, leaves = program.operations, program.leaves
+    known = len(origin.operation_loader) == len(operations)
+    c.that(known, "provenance.operation_loader", "an operation lacks its origin")
     n_regions, n_parameters = len(program.regions), len(program.parameters)
     for column, bound, field in (
         (keys.source, len(manifest), "keys.source"),
@@ -121,6 +126,12 @@ def check_program(program: Program, manifest: Manifest, groups: int, classes: in
         (origin.fill_loader, len(origin.loaders), "provenance.fill_loader"),
         (fills.parameters, n_parameters, "fills.parameters"),
         (fills.regions, n_regions, "fills.regions"),
+        (origin.operation_loader, len(origin.loaders), "provenance.operation_loader"),
+        (operations.parameters, n_parameters, "operations.parameters"),
+        (operations.regions, n_regions, "operations.regions"),
+        (operations.expressions, len(program.expressions), "operations.expressions"),
+        (leaves.rows, n_parameters, "leaves.rows"),
+        (leaves.regions, n_regions, "leaves.regions"),
         (chunks.group, groups, "chunks.group"),
         (chunks.owner_class, classes, "chunks.owner_class"),
         (program.parameters.modules, len(program.parameters.module_names), "parameters.modules"),
@@ -146,17 +157,22 @@ def check_program(program: Program, manifest: Manifest, groups: int, classes: in
     for i, name in enumerate(p.names):
         if not _sound(p.shapes[i], p.strides[i]):
             c.that(False, f"parameters.strides[{i}]", f"{name!r} has shape {p.shapes[i]}, stride {p.strides[i]}")
-        if p.kinds[i] not in ("parameter", "buffer"):
+        if p.kinds[i] not in ("parameter", "buffer", "operand"):
             c.that(False, f"parameters.kinds[{i}]", f"{name!r} is a {p.kinds[i]!r}")
         if name.rpartition(".")[0] not in p.module_names[p.modules[i] :][:1]:
             c.that(False, f"parameters.modules[{i}]", f"{name!r} is not of module {p.modules[i]}")
     c.that(len(set(p.names)) == len(p), "parameters.names", "a name stands twice")
+    ends = (0, *operations.leaf_end)
+    ok = all(a <= b for a, b in pairwise(ends)) and ends[-1] == len(leaves)
+    c.that(ok, "operations.leaf_end", f"ends must ascend to {len(leaves)}")
     c.that(set(fills.before) <= {0, 1}, "fills.before", "expected 0 or 1")
     c.that(set(scatters.key) == set(range(len(keys))), "scatters.key", "a key is fetched and goes nowhere")
     if c.findings:
         return c.findings
     _check_layout(c, program, manifest)
     _check_destinations_inside(c, program)
+    for field, sentence, code in operation_flaws(program):
+        c.that(False, field, sentence, code)
     c.that(
         geometry_digest(program.parameters) == program.geometry_digest,
         "geometry_digest",
@@ -303,21 +319,15 @@ def check_derived(
     """Order, streams, lifetimes and free signals, computed again from the chunks of a sound program."""
     c = _Checks(where)
     chunks, lifetimes = program.chunks, program.lifetimes
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
     free_after = [-1] * len(groups)
-    start = start_key = 0
-    for chunk, end in enumerate(chunks.scatter_end):
-        for parameter in program.scatters.parameter[start:end]:
-            module = program.parameters.modules[parameter]
-            first.setdefault(module, chunk)
-            last[module] = chunk
+    start_key = 0
+    for chunk, end in enumerate(chunks.key_end):
         group = groups[chunks.group[chunk]]
-        for source in program.keys.source[start_key : chunks.key_end[chunk]]:
+        for source in program.keys.source[start_key:end]:
             if not group.first <= source < group.first + group.count:
                 c.that(False, f"chunks.group[{chunk}]", f"{manifest.names[source]!r} is of another group")
         free_after[chunks.group[chunk]] = chunk
-        start, start_key = end, chunks.key_end[chunk]
+        start_key = end
     places = tuple(zip(chunks.group, chunks.owner_class, strict=True))
     c.that(
         list(places) == sorted(places),
@@ -331,7 +341,10 @@ def check_derived(
         "they are not the connected components of the producers",
     )
     found = tuple(zip(lifetimes.module, lifetimes.first, lifetimes.last, strict=True))
-    wanted = tuple((m, first[m], last[m]) for m in first)
+    modules = program.parameters.modules
+    alone = (modules[p] for p in (*program.fills.parameters, *program.operations.parameters))
+    lived = module_lifetimes(modules, program.scatters.parameter, chunks.scatter_end, alone)
+    wanted = tuple(zip(*lived, strict=True))
     c.that(sorted(found) == sorted(wanted), "lifetimes", "they are not the first and last chunks of the modules")
     for module, a, b in wanted:
         if chunks.stream[a] != chunks.stream[b]:
@@ -516,7 +529,7 @@ def _overview(plan: FleetPlan) -> Overview:
         pulls=tuple(len(p.chunks) for p in programs),
         scatters=tuple(len(p.scatters) for p in programs),
         streams=tuple(_distinct(p.chunks.stream) for p in programs),
-        parameters=tuple(len(p.parameters) for p in programs),
+        parameters=tuple(p.parameters.held for p in programs),
         served_nbytes=tuple(served),
         served_pulls=tuple(pulls),
     )
