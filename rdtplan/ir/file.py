@@ -9,7 +9,10 @@ SHA-256; its own digest, over its canonical bytes without `digest`, is the fleet
 sealed as a tree, one part is read and verified without the others, and `head -1 plan | jq` works. A part that
 occurs twice is stored once.
 
-Every size is checked against the file before anything is read, so an impossible plan costs no memory.
+Long columns are parts too (`rdtplan.ir.columns`), shared by all tables that have them.
+
+Every size is checked against the file before anything is read, and columns expand to at most a fixed number of entries
+for every byte of the file, so an impossible plan costs no memory.
 """
 
 from __future__ import annotations
@@ -25,11 +28,15 @@ import orjson
 
 from rdtplan.errors import PlanFormatError
 from rdtplan.ir.plan import FORMAT, ConsumerPlan, FleetPlan, ProducerPlan
-from rdtplan.ir.serialize import PART, canonical_bytes, first_reason, make_converter
+from rdtplan.ir.serialize import PART, Packed, canonical_bytes, first_reason, make_converter
 
 T = TypeVar("T")
 KIND = "rdtplan.fleet-plan"
 MAX_SEAL_NBYTES = 64 << 20
+ENTRIES_PER_BYTE = 16
+"""Column entries that a file may expand to, for every byte of it; a plan of 72 workers needs less than one."""
+FREE_ENTRIES = 1 << 22
+"""Column entries that any file may expand to, however small."""
 RECOMPILE = "compile the plan again, or fetch an undamaged copy"
 
 
@@ -108,6 +115,7 @@ class PlanFile:
         """PlanFormatError when the file is missing, truncated, edited, or of an unknown major version."""
         self.path = Path(path)
         self._parts: dict[tuple[int, Any], Any] = {}
+        self._expanded = 0
         try:
             self._file = open(self.path, "rb")  # noqa: SIM115 - kept open for the life of the object
         except OSError as error:
@@ -124,6 +132,7 @@ class PlanFile:
 
     def _open(self) -> None:
         size = os.fstat(self._file.fileno()).st_size
+        self._budget = FREE_ENTRIES + ENTRIES_PER_BYTE * size
         line = self._file.readline(MAX_SEAL_NBYTES)
         seal = _parse(line, f"{self.path}: line 1, the seal")
         if not isinstance(seal, dict) or seal.get("kind") != KIND:
@@ -233,8 +242,23 @@ class PlanFile:
         key = (index, t)
         if key not in self._parts:
             plain = _parse(self.part_bytes(index), f"{self.path}: part {index}")
+            if t is Packed:
+                self._spend(plain.get("length") if type(plain) is dict else 0, index)
             self._parts[key] = self._structure(plain, t, f"part {index} ({self.entries[index].get('kind')})")
+        elif t is Packed:  # a table of its own may be looked up with these codes
+            self._spend(len(self._parts[key]), index)
         return self._parts[key]
+
+    def _spend(self, entries: Any, index: int) -> None:
+        """Refuse a column that would take more memory than a file of this size can honestly need."""
+        self._expanded += entries if type(entries) is int and entries > 0 else 0
+        if self._expanded > self._budget:
+            raise PlanFormatError(
+                f"{self.path}: part {index} ({self.entries[index].get('kind')}) brings its columns to "
+                f"{self._expanded:,} entries, a file of this size may have {self._budget:,}",
+                fix=RECOMPILE,
+                code="RDT404",
+            )
 
     def _structure(self, plain: Any, t: Any, path: str) -> Any:
         try:
