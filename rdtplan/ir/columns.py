@@ -15,7 +15,7 @@ Reading is bounded: a column states its length, which no list in it may exceed, 
 from __future__ import annotations
 
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, cast
 
 Ints = tuple[int, ...]
 
@@ -84,13 +84,13 @@ def unpack(body: Any) -> Ints:
     """The column that `pack` wrote. TypeError when the body is none, before it is expanded."""
     if type(body) is not dict:
         raise TypeError(f"expected a packed column, found {type(body).__name__} {str(body)[:60]!r}")
-    length, literals, copies = body.get("length"), body.get("literals"), body.get("copies")
+    length, literals, copies = (body.get(name) for name in ("length", "literals", "copies"))
     if type(length) is not int or not 0 <= length <= MAX_ENTRIES:
         raise TypeError(f"length: expected 0 to {MAX_ENTRIES:,}, found {str(length)[:60]!r}")
     for name, numbers in (("literals", literals), ("copies", copies)):
         if type(numbers) is not list or not set(map(type, numbers)) <= {int}:
             raise TypeError(f"{name}: expected an array of ints, found {str(numbers)[:60]!r}")
-    column = tuple(accumulate(_expand(length, literals, copies)))
+    column = tuple(accumulate(_expand(length, cast(list[int], literals), cast(list[int], copies))))
     if column and not (min(column) >= -_INT64 and max(column) < _INT64):
         raise TypeError("a value does not fit 64 bits")
     return column

@@ -27,7 +27,7 @@ import attrs
 import orjson
 
 from rdtplan.errors import PlanFormatError
-from rdtplan.ir.plan import FORMAT, ConsumerPlan, FleetPlan, ProducerPlan
+from rdtplan.ir.plan import FORMAT, ConsumerPlan, FleetPlan, ProducerPlan, Program
 from rdtplan.ir.serialize import PART, Packed, canonical_bytes, first_reason, make_converter
 
 T = TypeVar("T")
@@ -318,6 +318,28 @@ class PlanFile:
                 code="RDT404",
             )
         return plan
+
+    def table(self, consumer_id: int, name: str) -> Any:
+        """One table of a worker's program (`chunks`, `parameters`, ...); the others are not read."""
+        items = self.root.get("consumers")
+        references = items if type(items) is list else []
+        if not 0 <= consumer_id < len(references):
+            return getattr(self.consumer(consumer_id).program, name)  # says what is wrong
+        value, path = references[consumer_id], f"plan.consumers[{consumer_id}]"
+        for field in ("program", name):
+            index = self._reference(value, path)
+            plain = self._plain(index)
+            value, path = plain.get(field) if type(plain) is dict else None, f"{path}.{field}"
+        return self._fetch(self._reference(value, path), attrs.fields_dict(attrs.resolve_types(Program))[name].type)
+
+    def _plain(self, index: int) -> Any:
+        """A part as JSON has it, remembered: many workers refer to one program."""
+        if not 0 <= index < len(self.entries):
+            return None
+        key = (index, None)
+        if key not in self._parts:
+            self._parts[key] = _parse(self.part_bytes(index), f"{self.path}: part {index}")
+        return self._parts[key]
 
     def producer(self, rank: int) -> ProducerPlan:
         """One trainer rank's plan."""

@@ -1,0 +1,105 @@
+"""The commands that look at finished plans. They import neither torch nor vLLM.
+
+Exit codes: 0 success, 1 an error; `diff` exits 0 when the plans are the same, 2 when they differ and 1 on any error.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rdtplan.errors import InputError
+
+PIPE_WIDTH = 160
+"""Columns when the output is no terminal: wide enough that nothing is left out."""
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="JSON for machines.")
+PLAN = click.argument("plan", type=click.Path(path_type=Path))
+
+
+def show(lines: Iterable[str]) -> None:
+    """Print lines; colours are for terminals, and `click.echo` takes them out elsewhere."""
+    click.echo("\n".join(lines))
+
+
+def show_json(value: Any) -> None:
+    import orjson
+
+    click.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
+
+
+def terminal_width() -> int:
+    """Columns to keep to: COLUMNS, else the terminal, else `PIPE_WIDTH`."""
+    if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
+        return PIPE_WIDTH
+    return max(20, shutil.get_terminal_size().columns)
+
+
+@click.command()
+@PLAN
+@click.option("--worker", type=int, metavar="ID", help="One worker: what it pulls, from whom, in which order.")
+@click.option("--producer", type=int, metavar="RANK", help="One trainer rank: what it gathers and serves.")
+@click.option("--group", metavar="N|LABEL", help="One gather group: names, owners, who pulls it.")
+@click.option("--chunk", type=int, metavar="N", help="One chunk of --worker (0 unless given): every slice of it.")
+@AS_JSON
+def inspect(
+    plan: Path, worker: int | None, producer: int | None, group: str | None, chunk: int | None, as_json: bool
+) -> None:
+    """Show what PLAN will move, from whom to whom, and the memory it takes."""
+    from rdtplan.ir.file import PlanFile
+    from rdtplan.report import drill
+    from rdtplan.report import inspect as overview
+
+    asked = [name for name, v in (("--producer", producer), ("--group", group), ("--chunk", chunk)) if v is not None]
+    if len(asked) > 1 or (worker is not None and asked not in ([], ["--chunk"])):
+        both = " and ".join([*(["--worker"] if worker is not None else []), *asked])
+        raise InputError(f"{both} do not go together: inspect shows one thing at a time", code="RDT108")
+    render: Any
+    with PlanFile(plan) as file:
+        if chunk is not None:
+            data, render = drill.chunk(file, worker or 0, chunk), drill.render_chunk
+        elif worker is not None:
+            data, render = drill.worker(file, worker), drill.render_worker
+        elif producer is not None:
+            data, render = drill.producer(file, producer), drill.render_producer
+        elif group is not None:
+            data, render = drill.group(file, group), drill.render_group
+        else:
+            data, render = overview.summarize(file), overview.render_summary
+    show_json(data) if as_json else show(render(data, terminal_width()))
+
+
+@click.command()
+@PLAN
+@AS_JSON
+def mem(plan: Path, as_json: bool) -> None:
+    """Predict the peak memory of every worker and trainer rank, by part."""
+    from rdtplan.ir.file import PlanFile
+    from rdtplan.report.memory import forecast, render_forecast
+
+    with PlanFile(plan) as file:
+        data = forecast(file)
+    show_json(data) if as_json else show(render_forecast(data, terminal_width()))
+
+
+@click.command()
+@PLAN
+@click.argument("name", metavar="NAME|PATTERN")
+@click.option("--parameter", "parameters", is_flag=True, help="NAME is a parameter of the vLLM model, not a source.")
+@AS_JSON
+def explain(plan: Path, name: str, parameters: bool, as_json: bool) -> None:
+    """Follow one weight of PLAN from its owners to its place on every worker, or back from a vLLM parameter."""
+    from rdtplan.ir.file import PlanFile
+    from rdtplan.report import explain as report
+
+    with PlanFile(plan) as file:
+        found = report.explain(file, name, parameters=parameters)
+    show_json(report.as_json(found)) if as_json else show(report.render(found, terminal_width()))
+
+
+COMMANDS = (inspect, mem, explain)
