@@ -102,4 +102,34 @@ def explain(plan: Path, name: str, parameters: bool, as_json: bool) -> None:
     show_json(report.as_json(found)) if as_json else show(report.render(found, terminal_width()))
 
 
-COMMANDS = (inspect, mem, explain)
+class _DiffCommand(click.Command):
+    """Exit code 2 means that plans differ, so wrong usage of this one command exits with 1."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            error.exit_code = 1
+            raise
+
+
+@click.command(cls=_DiffCommand)
+@click.argument("before", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path))
+@AS_JSON
+def diff(before: Path, after: Path, as_json: bool) -> None:
+    """Compare two plans: what caused the difference, and what follows from it.
+
+    Exits 0 when both have the same identity, 2 when they differ, 1 on an error.
+    """
+    from rdtplan.ir.file import PlanFile
+    from rdtplan.report import diff as report
+    from rdtplan.report.compare import compare
+
+    with PlanFile(before) as a, PlanFile(after) as b:
+        found = compare(a, b)
+    show_json(report.as_json(found)) if as_json else show(report.render(found, terminal_width()))
+    sys.exit(0 if found.same else 2)
+
+
+COMMANDS = (inspect, mem, explain, diff)

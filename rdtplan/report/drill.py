@@ -299,8 +299,8 @@ def chunk(file: PlanFile, consumer: int, number: int) -> dict[str, Any]:
 def render_chunk(c: dict[str, Any], width: int) -> list[str]:
     lines = paragraph(
         f"chunk {c['chunk']} of worker {c['consumer']}: {human_bytes(c['nbytes'])} packed, group {c['group']}, stream "
-        f"{c['stream']}, from rank {c['producer']} (of owners {ranges(c['owners'])}) as its pull {c['seq']}, serve slot "
-        f"{c['serve_slot']}",
+        f"{c['stream']}, from rank {c['producer']} (of owners {ranges(c['owners'])}) as its pull {c['seq']}, "
+        f"serve slot {c['serve_slot']}",
         width,
         2,
     )

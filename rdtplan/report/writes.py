@@ -192,7 +192,7 @@ def _merge(members: list[WriteLine], letter: str) -> list[WriteLine]:
         equal[m.slice, m.destination, m.chain] = _together(known, m) if known else m
     lines = list(equal.values())
     texts = [progression([getattr(x, f) for x in lines], letter) for f in ("slice", "destination", "chain")]
-    if len(lines) == 1 or len(lines) < 3 and letter == "j" or any(t is None for t in texts):
+    if len(lines) == 1 or (len(lines) < 3 and letter == "j") or any(t is None for t in texts):
         return lines
     merged = lines[0]
     for line in lines[1:]:
