@@ -5,6 +5,7 @@ Exit codes: 0 success, 1 an error; `diff` exits 0 when the plans are the same, 2
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -132,4 +133,85 @@ def diff(before: Path, after: Path, as_json: bool) -> None:
     sys.exit(0 if found.same else 2)
 
 
-COMMANDS = (inspect, mem, explain, diff)
+def runtime_rules(transport: str) -> Any:
+    """The runtime's own scheduler and serving state; only the outermost layer joins the two packages."""
+    from rdtexec.plans import TrainerPlan
+    from rdtexec.schedule import run
+    from rdtexec.serving import ServeState
+    from rdtplan.report.simulate import Rules
+
+    def serve_state(plan: Any, rank: int, consumers: dict[int, Any]) -> ServeState:
+        producer = plan.producer(rank)
+        part = TrainerPlan(
+            identity=plan.field("identity"),
+            producer=producer,
+            consumers={s.consumer_id: consumers[s.consumer_id] for s in producer.servings},
+            consumer_ids=tuple(consumers),
+            manifest=plan.field("manifest"),
+            ownership=plan.field("ownership"),
+            groups=plan.field("groups"),
+            settings=plan.field("settings"),
+        )
+        return ServeState(part, share_slots=transport == "nixl")
+
+    return Rules(run, serve_state, needs_slots=transport == "nixl", frees_on_landing=transport == "nixl")
+
+
+def cost_options(command: Any) -> Any:
+    """Options that say what a plan does not know: links, latency, gather."""
+    for option in (
+        click.option("--transport", type=click.Choice(["nixl", "local"]), default="nixl", show_default=True),
+        click.option("--first-sync", is_flag=True, help="Sync 0: one pull at a time."),
+        click.option("--scatter-bandwidth", help="Rate of the scatter on a worker. Default: unlimited."),
+        click.option("--gather-time", default="0", help="Time to gather the largest group; others in proportion."),
+        click.option("--latency", default="20us", show_default=True, help="Time of one control message."),
+        click.option("--bandwidth", default="50GB/s", show_default=True, help="Rate of each link, 50GB/s or 400Gb/s."),
+    ):
+        command = option(command)
+    return command
+
+
+def run_simulation(
+    file: Any,
+    bandwidth: str,
+    latency: str,
+    gather_time: str,
+    scatter_bandwidth: str | None,
+    first_sync: bool,
+    transport: str,
+) -> Any:
+    """One sync of an open plan under the given costs."""
+    from rdtplan.report.simulate import Costs, simulate
+    from rdtplan.report.units import parse_rate, parse_seconds
+
+    costs = Costs(
+        bandwidth=parse_rate(bandwidth, "--bandwidth"),
+        latency_s=parse_seconds(latency, "--latency"),
+        gather_s=parse_seconds(gather_time, "--gather-time"),
+        scatter_bandwidth=parse_rate(scatter_bandwidth, "--scatter-bandwidth") if scatter_bandwidth else math.inf,
+        first_sync=first_sync,
+    )
+    return simulate(file, costs, runtime_rules(transport))
+
+
+@click.command()
+@PLAN
+@cost_options
+@click.option(
+    "--actual", type=click.Path(path_type=Path), help="run.jsonl of a recorded run, laid over the prediction."
+)
+@click.option("--actual-sync", type=int, help="Which recorded sync. Default: the last.")
+@AS_JSON
+def simulate(plan: Path, actual: Path | None, actual_sync: int | None, as_json: bool, **costs: Any) -> None:
+    """Predict one sync of PLAN on a virtual clock, and name its bottleneck."""
+    from rdtplan.ir.file import PlanFile
+    from rdtplan.report.timeline import as_json as to_json
+    from rdtplan.report.timeline import read_run, render
+
+    records = read_run(actual, actual_sync) if actual else None
+    with PlanFile(plan) as file:
+        found = run_simulation(file, **costs)
+    show_json(to_json(found, records)) if as_json else show(render(found, terminal_width(), records))
+
+
+COMMANDS = (inspect, mem, explain, diff, simulate)

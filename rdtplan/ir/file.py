@@ -59,8 +59,15 @@ def encode(plan: FleetPlan) -> tuple[bytes, str]:
     bodies: list[bytes] = []
     entries: list[dict[str, Any]] = []
     index: dict[tuple[str, str], int] = {}
+    stored: dict[tuple[str, int], tuple[Any, int]] = {}
+    """By kind and id of what is stored, and the value itself, so that no other value can get its id."""
 
     def store(kind: str, value: Any, t: Any) -> int:
+        if (kind, id(value)) not in stored:
+            stored[kind, id(value)] = value, place(kind, value, t)
+        return stored[kind, id(value)][1]
+
+    def place(kind: str, value: Any, t: Any) -> int:
         plain = converter.unstructure(value, unstructure_as=t)
         body = canonical_bytes(plain)
         digest = hashlib.sha256(body).hexdigest()

@@ -19,7 +19,7 @@ from rdtplan.ir.view import PlanView
 from rdtplan.report.names import fold_names, template
 from rdtplan.report.units import human_bytes, plural, ranges
 
-FULL_COMPARISONS = 4
+FULL_COMPARISONS = 2
 """Pairs of programs that are compared write by write; ranks of one fleet differ in the same way."""
 
 
@@ -124,7 +124,7 @@ def _causes(a: PlanView, b: PlanView) -> list[Change]:
     old, new = a.field("ownership"), b.field("ownership")
     if old.ranks != new.ranks:
         found.append(Change("ownership.ranks", old.ranks, new.ranks, f"trainer ranks {old.ranks} -> {new.ranks}"))
-    elif a.field("ownership_digest") != b.field("ownership_digest"):
+    elif _other_owners(a, b):
         digests = a.field("ownership_digest"), b.field("ownership_digest")
         found.append(Change("ownership", *digests, "trainer ranks own other names"))
     if a.field("manifest_digest") != b.field("manifest_digest"):
@@ -135,6 +135,20 @@ def _causes(a: PlanView, b: PlanView) -> list[Change]:
     if waivers[0] != waivers[1]:
         found.append(Change("waivers", *waivers, f"waivers {_short(waivers[0])} -> {_short(waivers[1])}"))
     return found
+
+
+def _other_owners(a: PlanView, b: PlanView) -> bool:
+    """Does a name that both manifests have, or in one and the same manifest any name, have other owners?"""
+    if a.field("ownership_digest") == b.field("ownership_digest"):
+        return False
+    old, new = _owner_texts(a), _owner_texts(b)
+    return any(new.get(name, owners) != owners for name, owners in old.items())
+
+
+def _owner_texts(plan: PlanView) -> dict[str, str]:
+    o = plan.field("ownership")
+    texts = [f"ranks {ranges(c)}" for c in o.classes]
+    return {name: texts[o.class_of[k]] for k, name in enumerate(plan.field("manifest").names)}
 
 
 def _short(value: Any) -> str:
@@ -208,12 +222,7 @@ def _manifests(a: PlanView, b: PlanView) -> list[Effect]:
 def _owners(a: PlanView, b: PlanView) -> list[Effect]:
     if a.field("ownership_digest") == b.field("ownership_digest"):
         return []
-    tables = []
-    for plan in (a, b):
-        o, names = plan.field("ownership"), plan.field("manifest").names
-        texts = [f"ranks {ranges(c)}" for c in o.classes]
-        tables.append({name: texts[o.class_of[k]] for k, name in enumerate(names)})
-    old, new = tables
+    old, new = _owner_texts(a), _owner_texts(b)
     if len(set(old.values())) == len(set(new.values())) == 1 and old.keys() == new.keys():
         return [Effect("owners", "every source name", len(old), next(iter(old.values())), next(iter(new.values())))]
     return _folded("owners", [(n, old[n], new[n]) for n in old if n in new and old[n] != new[n]])
@@ -278,8 +287,9 @@ def _cut_text(cut: Cut) -> str:
 
 
 def _writes(a: PlanView, b: PlanView, before: list[ConsumerPlan], after: list[ConsumerPlan]) -> list[Effect]:
-    """Where the fleets have the same form: writes that come from, or go to, another place."""
-    if a.field("topology") != b.field("topology"):
+    """Where fleets and models have the same form: writes that come from, or go to, another place."""
+    same = all(a.field(name) == b.field(name) for name in ("topology", "manifest_digest"))
+    if not same or _geometry(before) != _geometry(after):
         return []
     pairs: dict[tuple[int, int], tuple[ConsumerPlan, ConsumerPlan]] = {}
     for x, y in zip(before, after, strict=True):

@@ -22,7 +22,7 @@ def table(
     """Lines of a table no wider than `width`. Columns listed in `text` are left aligned, the others right."""
     shown = _columns_that_fit(headings, rows, width, text)
     widths = _widths([headings, *rows], shown, width, text)
-    lines = [click.style(title, bold=True)] if title else []
+    lines = [click.style(line, bold=True) for line in paragraph(title, width)] if title else []
     heads = [(headings[c], w, c in text) for c, w in zip(shown, widths, strict=True)]
     lines.append(click.style("  ".join(_cell(h, w, left) for h, w, left in heads).rstrip(), dim=True))
     for row in rows:

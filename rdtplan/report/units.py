@@ -33,6 +33,8 @@ def human_seconds(seconds: float) -> str:
     >>> human_seconds(0.0123), human_seconds(3.5)
     ('12.3 ms', '3.50 s')
     """
+    if not seconds:
+        return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= size or unit == "us":
             value = seconds / size
