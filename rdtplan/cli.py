@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from rdtplan import __version__
+from rdtplan.cli_report import COMMANDS
 from rdtplan.errors import InputError, RdtError
 
 
@@ -136,24 +137,6 @@ def _waiver(text: str) -> Any:
 @main.command()
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="JSON for machines.")
-def inspect(plan: Path, as_json: bool) -> None:
-    """Show what PLAN will move, from whom to whom, and the memory it takes."""
-    from rdtplan.ir.file import PlanFile
-    from rdtplan.report.inspect import print_summary, summarize
-
-    with PlanFile(plan) as file:
-        summary = summarize(file)
-    if as_json:
-        import orjson
-
-        click.echo(orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode())
-    else:
-        print_summary(summary, _console())
-
-
-@main.command()
-@click.argument("plan", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="JSON for machines.")
 def verify(plan: Path, as_json: bool) -> None:
     """Check PLAN whole: seal, digests, structure, completeness. Exits 1 when anything is wrong."""
     from rdtplan.ir.file import PlanFile
@@ -254,11 +237,8 @@ def _require(what: str, *modules: str) -> None:
         )
 
 
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(highlight=False)
-
+for command in COMMANDS:
+    main.add_command(command)
 
 if __name__ == "__main__":
     main()

@@ -11,6 +11,7 @@ import hashlib
 from typing import Any
 
 import cattrs
+import orjson
 
 from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.plan import FORMAT, FleetPlan, Program, Routing
@@ -61,26 +62,21 @@ def geometry_digest(parameters: Parameters) -> str:
 
 
 def pair_digests(manifest: Manifest, program: Program, producers: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
-    """One digest a producer: its chunks in sequence, with the name, dtype, region and offset of every key.
+    """One digest a producer: its chunks in sequence, with the names, dtypes, regions and offsets of their keys.
 
     Written with values and not with table indices, so that it is the same however the tables are numbered.
     """
-    regions = [[list(r.shape), list(r.stride), r.offset] for r in program.regions]
+    # A fragment is JSON that is spelled already; layers and experts use the same few regions over and over.
+    regions = [orjson.Fragment(canonical_bytes([r.shape, r.stride, r.offset])) for r in program.regions]
     rows: dict[int, list[Any]] = {}
     keys, chunks = program.keys, program.chunks
     start = 0
     for chunk, producer in enumerate(producers):
         end = chunks.key_end[chunk]
-        wire = [
-            [
-                manifest.names[keys.source[k]],
-                program.dtype_table[keys.dtype[k]],
-                regions[keys.region[k]],
-                keys.offset[k],
-            ]
-            for k in range(start, end)
-        ]
-        rows.setdefault(producer, []).append([chunks.nbytes[chunk], wire])
+        names = list(map(manifest.names.__getitem__, keys.source[start:end]))
+        dtypes = list(map(program.dtype_table.__getitem__, keys.dtype[start:end]))
+        slices = list(map(regions.__getitem__, keys.region[start:end]))
+        rows.setdefault(producer, []).append([chunks.nbytes[chunk], names, dtypes, slices, keys.offset[start:end]])
         start = end
     return tuple((p, sha256([FORMAT, rows[p]])) for p in sorted(rows))
 

@@ -9,7 +9,10 @@ SHA-256; its own digest, over its canonical bytes without `digest`, is the fleet
 sealed as a tree, one part is read and verified without the others, and `head -1 plan | jq` works. A part that
 occurs twice is stored once.
 
-Every size is checked against the file before anything is read, so an impossible plan costs no memory.
+Long columns are parts too (`rdtplan.ir.columns`), shared by all tables that have them.
+
+Every size is checked against the file before anything is read, and columns expand to at most a fixed number of entries
+for every byte of the file, so an impossible plan costs no memory.
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ import attrs
 import orjson
 
 from rdtplan.errors import PlanFormatError
-from rdtplan.ir.plan import FORMAT, ConsumerPlan, FleetPlan, ProducerPlan
-from rdtplan.ir.serialize import PART, canonical_bytes, first_reason, make_converter
+from rdtplan.ir.plan import FORMAT, ConsumerPlan, FleetPlan, ProducerPlan, Program
+from rdtplan.ir.serialize import PART, Packed, canonical_bytes, first_reason, make_converter
 
 T = TypeVar("T")
 KIND = "rdtplan.fleet-plan"
 MAX_SEAL_NBYTES = 64 << 20
+ENTRIES_PER_BYTE = 16
+"""Column entries that a file may expand to, for every byte of it; a plan of 72 workers needs less than one."""
+FREE_ENTRIES = 1 << 22
+"""Column entries that any file may expand to, however small."""
 RECOMPILE = "compile the plan again, or fetch an undamaged copy"
 
 
@@ -52,8 +59,15 @@ def encode(plan: FleetPlan) -> tuple[bytes, str]:
     bodies: list[bytes] = []
     entries: list[dict[str, Any]] = []
     index: dict[tuple[str, str], int] = {}
+    stored: dict[tuple[str, int], tuple[Any, int]] = {}
+    """By kind and id of what is stored, and the value itself, so that no other value can get its id."""
 
     def store(kind: str, value: Any, t: Any) -> int:
+        if (kind, id(value)) not in stored:
+            stored[kind, id(value)] = value, place(kind, value, t)
+        return stored[kind, id(value)][1]
+
+    def place(kind: str, value: Any, t: Any) -> int:
         plain = converter.unstructure(value, unstructure_as=t)
         body = canonical_bytes(plain)
         digest = hashlib.sha256(body).hexdigest()
@@ -108,6 +122,7 @@ class PlanFile:
         """PlanFormatError when the file is missing, truncated, edited, or of an unknown major version."""
         self.path = Path(path)
         self._parts: dict[tuple[int, Any], Any] = {}
+        self._expanded = 0
         try:
             self._file = open(self.path, "rb")  # noqa: SIM115 - kept open for the life of the object
         except OSError as error:
@@ -124,6 +139,7 @@ class PlanFile:
 
     def _open(self) -> None:
         size = os.fstat(self._file.fileno()).st_size
+        self._budget = FREE_ENTRIES + ENTRIES_PER_BYTE * size
         line = self._file.readline(MAX_SEAL_NBYTES)
         seal = _parse(line, f"{self.path}: line 1, the seal")
         if not isinstance(seal, dict) or seal.get("kind") != KIND:
@@ -233,8 +249,23 @@ class PlanFile:
         key = (index, t)
         if key not in self._parts:
             plain = _parse(self.part_bytes(index), f"{self.path}: part {index}")
+            if t is Packed:
+                self._spend(plain.get("length") if type(plain) is dict else 0, index)
             self._parts[key] = self._structure(plain, t, f"part {index} ({self.entries[index].get('kind')})")
+        elif t is Packed:  # a table of its own may be looked up with these codes
+            self._spend(len(self._parts[key]), index)
         return self._parts[key]
+
+    def _spend(self, entries: Any, index: int) -> None:
+        """Refuse a column that would take more memory than a file of this size can honestly need."""
+        self._expanded += entries if type(entries) is int and entries > 0 else 0
+        if self._expanded > self._budget:
+            raise PlanFormatError(
+                f"{self.path}: part {index} ({self.entries[index].get('kind')}) brings its columns to "
+                f"{self._expanded:,} entries, a file of this size may have {self._budget:,}",
+                fix=RECOMPILE,
+                code="RDT404",
+            )
 
     def _structure(self, plain: Any, t: Any, path: str) -> Any:
         try:
@@ -294,6 +325,28 @@ class PlanFile:
                 code="RDT404",
             )
         return plan
+
+    def table(self, consumer_id: int, name: str) -> Any:
+        """One table of a worker's program (`chunks`, `parameters`, ...); the others are not read."""
+        items = self.root.get("consumers")
+        references = items if type(items) is list else []
+        if not 0 <= consumer_id < len(references):
+            return getattr(self.consumer(consumer_id).program, name)  # says what is wrong
+        value, path = references[consumer_id], f"plan.consumers[{consumer_id}]"
+        for field in ("program", name):
+            index = self._reference(value, path)
+            plain = self._plain(index)
+            value, path = plain.get(field) if type(plain) is dict else None, f"{path}.{field}"
+        return self._fetch(self._reference(value, path), attrs.fields_dict(attrs.resolve_types(Program))[name].type)
+
+    def _plain(self, index: int) -> Any:
+        """A part as JSON has it, remembered: many workers refer to one program."""
+        if not 0 <= index < len(self.entries):
+            return None
+        key = (index, None)
+        if key not in self._parts:
+            self._parts[key] = _parse(self.part_bytes(index), f"{self.path}: part {index}")
+        return self._parts[key]
 
     def producer(self, rank: int) -> ProducerPlan:
         """One trainer rank's plan."""

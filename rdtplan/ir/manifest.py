@@ -51,6 +51,12 @@ class Manifest:
         """Bytes of the full tensor."""
         return prod(self.shape(k)) * itemsize(self.dtype(k))
 
+    def nbytes_column(self) -> list[int]:
+        """Bytes of every full tensor; equal tensors are worked out once."""
+        kinds = list(zip(self.dtypes, self.shapes, strict=True))
+        nbytes = {(d, s): prod(self.shape_table[s]) * itemsize(self.dtype_table[d]) for d, s in dict.fromkeys(kinds)}
+        return [nbytes[kind] for kind in kinds]
+
 
 def build_manifest(entries: Iterable[SourceTensor]) -> Manifest:
     """Columns of `entries`, in order.

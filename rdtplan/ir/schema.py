@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from rdtplan.ir.plan import FORMAT, FleetPlan
-from rdtplan.ir.serialize import PART
+from rdtplan.ir.serialize import PART, is_column
 
 _BASIC = {int: "integer", str: "string", bool: "boolean", float: "number", type(None): "null"}
 
@@ -24,6 +24,13 @@ def plan_schema() -> dict[str, Any]:
         "type": "object",
         "description": "Reference to a line of the file, by index into the seal's `parts`.",
         "properties": {PART: {"type": "integer", "minimum": 0}},
+        "required": [PART],
+    }
+    definitions["Column"] = {
+        "type": "object",
+        "description": "A long column: a reference to a packed part (docs/plan-format.md). With `of`, the part holds "
+        "codes and `of` the values they stand for.",
+        "properties": {PART: {"type": "integer", "minimum": 0}, "of": {"type": "array"}},
         "required": [PART],
     }
     return {
@@ -69,6 +76,8 @@ def _of_class(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
         elif a.metadata.get("parts"):
             item = _of_type(a.type.__args__[0], definitions)
             properties[a.name] = {"type": "array", "items": {"$ref": "#/$defs/Part", "x-part": item}}
+        elif is_column(a.type):
+            properties[a.name] = {"anyOf": [inner, {"$ref": "#/$defs/Column"}]}
         else:
             properties[a.name] = inner
     required = [a.name for a in attrs.fields(cls) if a.default is attrs.NOTHING]

@@ -19,6 +19,7 @@ from cattrs import AttributeValidationNote, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 from rdtplan.errors import PlanFormatError
+from rdtplan.ir import columns
 
 T = TypeVar("T")
 PART = "$part"
@@ -59,16 +60,55 @@ def _float_out(value: float) -> float | str:
 def _ints_in(value: Any, _: Any) -> tuple[int, ...]:
     if type(value) is not list:
         raise TypeError(f"expected an array of ints, found {type(value).__name__} {str(value)[:60]!r}")
-    if not all(type(x) is int for x in value):
+    if not set(map(type, value)) <= {int}:
         at = next(i for i, x in enumerate(value) if type(x) is not int)
         raise TypeError(f"expected int at index {at}, found {str(value[at])[:60]!r}")
     return tuple(value)
 
 
 def _column_in(column: Any, _: Any) -> tuple[Any, ...]:
-    if type(column) is not list or not all(type(x) is str for x in column):
+    if type(column) is not list or not set(map(type, column)) <= {str}:
         raise TypeError(f"expected an array of strings, found {str(column)[:60]!r}")
     return tuple(column)
+
+
+class Packed:
+    """Type of a part that holds a packed column of integers (`rdtplan.ir.columns`)."""
+
+
+class Strings:
+    """Type of a part that holds a column of strings."""
+
+
+def is_column(t: Any) -> bool:
+    """Columns of a class: the fields that are stored apart when they are long."""
+    return t in (tuple[int, ...], tuple[str, ...])
+
+
+def _column_hooks(name: str, t: Any, store: Store | None, fetch: Fetch | None) -> tuple[Any, Any]:
+    """Write and read one column of a class: in place while it is short, else as a part of its own."""
+    item, plain_in = (int, _ints_in) if t == tuple[int, ...] else (str, _column_in)
+
+    def out(column: tuple[Any, ...]) -> Any:
+        if len(column) < columns.LONG:
+            return list(column)
+        assert store is not None
+        coded = columns.dictionary(column)
+        if coded is not None:
+            return {PART: store(name, coded[0], Packed), "of": coded[1]}
+        return {PART: store(name, column, Packed if item is int else Strings)}
+
+    def back(value: Any, _: Any) -> tuple[Any, ...]:
+        if type(value) is not dict:
+            return plain_in(value, None)
+        if type(value.get(PART)) is not int:
+            raise TypeError(f"expected a column or a reference to a part, found {str(value)[:60]!r}")
+        assert fetch is not None
+        if "of" in value:
+            return columns.look_up(fetch(value[PART], Packed), value["of"], item)
+        return cast(tuple[Any, ...], fetch(value[PART], Packed if item is int else Strings))
+
+    return out, back
 
 
 def make_converter(
@@ -77,8 +117,8 @@ def make_converter(
     """A converter for the plan's classes.
 
     With `store` (or `fetch`), fields marked as shared go to parts of their own and are referred to as
-    `{"$part": index}`; without, values are nested in full. `detailed` makes errors carry the path of the bad
-    field, at some cost.
+    `{"$part": index}`, and so do long columns; without, values are nested in full. `detailed` makes errors carry the
+    path of the bad field, at some cost.
     """
     converter = cattrs.Converter(detailed_validation=detailed)
     for basic in (int, str, bool):
@@ -87,9 +127,11 @@ def make_converter(
     converter.register_unstructure_hook(float, _float_out)
     converter.register_structure_hook_func(lambda t: t == tuple[int, ...], _ints_in)
     converter.register_structure_hook_func(lambda t: t == tuple[str, ...], _column_in)
-    converter.register_unstructure_hook_func(
-        lambda t: t in (tuple[int, ...], tuple[str, ...]), lambda column: list(column)
-    )
+    converter.register_unstructure_hook_func(is_column, lambda column: list(column))
+    converter.register_structure_hook(Packed, lambda body, _: columns.unpack(body))
+    converter.register_unstructure_hook(Packed, columns.pack)
+    converter.register_structure_hook(Strings, _column_in)
+    converter.register_unstructure_hook(Strings, list)
 
     def in_part(name: str, t: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
         def out(value: Any) -> Any:
@@ -122,6 +164,8 @@ def make_converter(
                 out, back = in_part(a.name, a.type)
             elif a.metadata.get("parts"):
                 out, back = in_parts(a.name, a.type.__args__[0])
+            elif is_column(a.type):
+                out, back = _column_hooks(a.name, a.type, store, fetch)
             else:
                 continue
             found[a.name] = override(unstruct_hook=out, struct_hook=back)

@@ -8,8 +8,10 @@ that own what they serve.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import compress, count, pairwise
+from operator import add, gt
+from typing import TypeVar
 
 import attrs
 
@@ -43,6 +45,8 @@ from rdtplan.passes.forecast_memory import slot_nbytes
 from rdtplan.passes.number_sequences import sequence
 from rdtplan.verify.findings import Finding
 from rdtplan.verify.operations import operation_flaws
+
+T = TypeVar("T")
 
 
 class _Checks:
@@ -78,6 +82,16 @@ class _Checks:
         for name in (a.name for a in attrs.fields(type(found))):
             value, expected = getattr(found, name), getattr(wanted, name)
             self.that(value == expected, f"{field}.{name}", f"it says {value}, the plan has {expected}")
+
+
+def _first(flags: Iterable[bool]) -> int | None:
+    """Index of the first true flag, at the speed of the iterators it is made of."""
+    return next(compress(count(), flags), None)
+
+
+def _pick(table: Sequence[T], column: Iterable[int]) -> Iterable[T]:
+    """`table[i]` for every i of a column."""
+    return map(table.__getitem__, column)
 
 
 def check_manifest(manifest: Manifest) -> list[Finding]:
@@ -183,38 +197,51 @@ def check_program(program: Program, manifest: Manifest, groups: int, classes: in
 
 def _check_layout(c: _Checks, program: Program, manifest: Manifest) -> None:
     keys, chunks = program.keys, program.chunks
-    spans = [span(r)[1] if r.numel else 0 for r in program.regions]
-    numels = [r.numel for r in program.regions]
     sizes = [ITEMSIZE[d] for d in program.dtype_table]
+    _check_reads_inside(c, program, manifest, sizes)
+    numels = [r.numel for r in program.regions]
+    nbytes_of = {(r, d): numels[r] * sizes[d] for r, d in set(zip(keys.region, keys.dtype, strict=True))}
+    ends = list(map(add, keys.offset, map(nbytes_of.__getitem__, zip(keys.region, keys.dtype, strict=True))))
     start = start_scatter = 0
     for chunk, end in enumerate(chunks.key_end):
-        reach = 0
-        for k in range(start, end):
-            source, region, dtype, offset = keys.source[k], keys.region[k], keys.dtype[k], keys.offset[k]
-            if offset < reach or offset % ALIGNMENT:
-                c.that(
-                    False,
-                    f"keys.offset[{k}]",
-                    f"{offset} overlaps the slice before it or is not {ALIGNMENT}-aligned",
-                )
-            reach = offset + numels[region] * sizes[dtype]
-            end_byte, nbytes = spans[region] * sizes[dtype], manifest.nbytes(source)
-            if end_byte > nbytes:
-                what = f"the slice leaves {manifest.names[source]!r}: it ends at byte {end_byte:,} of {nbytes:,}"
-                c.that(False, f"keys.region[{k}]", what, "RDT314")
-            if nbytes % sizes[dtype]:
-                what = f"{manifest.names[source]!r} has {nbytes:,} bytes, no whole number of elements"
-                c.that(False, f"keys.dtype[{k}]", what)
+        offsets = keys.offset[start:end]
+        k = _first(map(_misplaced, offsets, (0, *ends[start : end - 1])))
+        if k is not None:
+            what = f"{offsets[k]} overlaps the slice before it or is not {ALIGNMENT}-aligned"
+            c.that(False, f"keys.offset[{start + k}]", what)
         c.that(
-            reach == chunks.nbytes[chunk],
+            ends[end - 1] == chunks.nbytes[chunk],
             f"chunks.nbytes[{chunk}]",
-            f"its slices end at byte {reach:,}, it is {chunks.nbytes[chunk]:,} long",
+            f"its slices end at byte {ends[end - 1]:,}, it is {chunks.nbytes[chunk]:,} long",
         )
-        end_scatter = chunks.scatter_end[chunk]
-        for s in range(start_scatter, end_scatter):
-            if not start <= program.scatters.key[s] < end:
-                c.that(False, f"scatters.key[{s}]", f"key {program.scatters.key[s]} is not of chunk {chunk}")
-        start, start_scatter = end, end_scatter
+        scattered = program.scatters.key[start_scatter : chunks.scatter_end[chunk]]
+        if not start <= min(scattered) <= max(scattered) < end:
+            s = next(i for i, key in enumerate(scattered) if not start <= key < end)
+            c.that(False, f"scatters.key[{start_scatter + s}]", f"key {scattered[s]} is not of chunk {chunk}")
+        start, start_scatter = end, chunks.scatter_end[chunk]
+
+
+def _misplaced(offset: int, reach: int) -> bool:
+    """A slice begins before the one ahead of it ends, or between the places where slices begin."""
+    return offset < reach or offset % ALIGNMENT != 0
+
+
+def _check_reads_inside(c: _Checks, program: Program, manifest: Manifest, sizes: list[int]) -> None:
+    """Every slice lies in its source tensor; layers and experts ask the same question, so each is answered once."""
+    keys, nbytes_of = program.keys, manifest.nbytes_column()
+    spans = [span(r)[1] if r.numel else 0 for r in program.regions]
+    asked = list(zip(_pick(nbytes_of, keys.source), keys.region, keys.dtype, strict=True))
+    for nbytes, region, dtype in dict.fromkeys(asked):
+        end_byte = spans[region] * sizes[dtype]
+        if end_byte <= nbytes and nbytes % sizes[dtype] == 0:
+            continue
+        k = asked.index((nbytes, region, dtype))
+        name = manifest.names[keys.source[k]]
+        if end_byte > nbytes:
+            what = f"the slice leaves {name!r}: it ends at byte {end_byte:,} of {nbytes:,}"
+            c.that(False, f"keys.region[{k}]", what, "RDT314")
+        else:
+            c.that(False, f"keys.dtype[{k}]", f"{name!r} has {nbytes:,} bytes, no whole number of elements")
 
 
 def _check_destinations_inside(c: _Checks, program: Program) -> None:
@@ -222,18 +249,19 @@ def _check_destinations_inside(c: _Checks, program: Program) -> None:
     extents = [span(Region(s, t, 0))[1] if all(s) else 0 for s, t in zip(p.shapes, p.strides, strict=True)]
     spans = [span(r)[1] if r.numel else 0 for r in program.regions]
     keys, scatters, fills = program.keys, program.scatters, program.fills
-    for f, (parameter, region) in enumerate(zip(fills.parameters, fills.regions, strict=True)):
-        if spans[region] > extents[parameter]:
-            c.that(False, f"fills.regions[{f}]", f"it leaves parameter {p.names[parameter]!r}", "RDT313")
-    copies: set[tuple[int, int]] = set()
-    for s, (key, parameter, region) in enumerate(zip(scatters.key, scatters.parameter, scatters.region, strict=True)):
-        if spans[region] > extents[parameter]:
-            c.that(False, f"scatters.region[{s}]", f"it leaves parameter {p.names[parameter]!r}", "RDT313")
-        copy = (keys.region[key], region)
-        if copy not in copies:
-            copies.add(copy)
-            reason = _no_copy(program.regions[copy[0]], program.regions[region])
-            c.that(not reason, f"scatters.region[{s}]", f"{reason}, into {p.names[parameter]!r}")
+    for field, parameters, regions in (
+        ("fills.regions", fills.parameters, fills.regions),
+        ("scatters.region", scatters.parameter, scatters.region),
+    ):
+        k = _first(map(gt, _pick(spans, regions), _pick(extents, parameters)))
+        if k is not None:
+            c.that(False, f"{field}[{k}]", f"it leaves parameter {p.names[parameters[k]]!r}", "RDT313")
+    copies = list(zip(_pick(keys.region, scatters.key), scatters.region, strict=True))
+    for copy in dict.fromkeys(copies):
+        reason = _no_copy(program.regions[copy[0]], program.regions[copy[1]])
+        if reason:
+            s = copies.index(copy)
+            c.that(False, f"scatters.region[{s}]", f"{reason}, into {p.names[scatters.parameter[s]]!r}")
 
 
 def _no_copy(source: Region, dest: Region) -> str:
@@ -266,13 +294,11 @@ def check_routing(
     start = 0
     for chunk, end in enumerate(chunks.key_end):
         owner_class = chunks.owner_class[chunk]
-        for source in program.keys.source[start:end]:
-            if ownership.class_of[source] != owner_class:
-                c.that(
-                    False,
-                    f"chunks.owner_class[{chunk}]",
-                    f"{manifest.names[source]!r} is of another owner class",
-                )
+        sources = program.keys.source[start:end]
+        if set(_pick(ownership.class_of, sources)) != {owner_class}:
+            source = next(k for k in sources if ownership.class_of[k] != owner_class)
+            what = f"{manifest.names[source]!r} is of another owner class"
+            c.that(False, f"chunks.owner_class[{chunk}]", what)
         start = end
     c.that(
         routing.seq == sequence(routing.producer),
@@ -298,12 +324,13 @@ def check_ownership(ownership: Ownership, manifest: Manifest, groups: tuple[Gath
         what = f"{list(ranks)} is no ascending set of ranks 0 to {o.ranks - 1}"
         c.that(sane, f"ownership.classes[{i}]", what)
     at = 0
+    nbytes_of = manifest.nbytes_column()
     for i, group in enumerate(groups):
         ok = group.first == at and 0 < group.count <= n - at
         if not c.that(ok, f"groups[{i}]", f"it begins at name {group.first}, the group before ends at {at}"):
             return c.findings
         at = group.first + group.count
-        nbytes = sum(manifest.nbytes(k) for k in range(group.first, at))
+        nbytes = sum(nbytes_of[group.first : at])
         c.that(group.nbytes == nbytes, f"groups[{i}].nbytes", f"it says {group.nbytes}, its names have {nbytes}")
     c.that(at == n, "groups", f"they hold {at} names, the manifest has {n}")
     return c.findings
@@ -323,9 +350,10 @@ def check_derived(
     start_key = 0
     for chunk, end in enumerate(chunks.key_end):
         group = groups[chunks.group[chunk]]
-        for source in program.keys.source[start_key:end]:
-            if not group.first <= source < group.first + group.count:
-                c.that(False, f"chunks.group[{chunk}]", f"{manifest.names[source]!r} is of another group")
+        sources = program.keys.source[start_key:end]
+        if not group.first <= min(sources) <= max(sources) < group.first + group.count:
+            source = next(k for k in sources if not group.first <= k < group.first + group.count)
+            c.that(False, f"chunks.group[{chunk}]", f"{manifest.names[source]!r} is of another group")
         free_after[chunks.group[chunk]] = chunk
         start_key = end
     places = tuple(zip(chunks.group, chunks.owner_class, strict=True))

@@ -1,0 +1,210 @@
+"""One recorded copy in words, and many of them folded: over workers, over experts.
+
+A fold is textual and exact: lines that differ only in numbers that count up evenly become one line with a letter, where
+the letter counts the members of the line from 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attrs import evolve, frozen
+
+from rdtplan.ir.manifest import Manifest
+from rdtplan.ir.plan import ConsumerPlan, Program
+from rdtplan.ir.regions import contiguous_stride
+from rdtplan.report.boxes import region_text
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+@frozen(slots=True)
+class Write:
+    """The slice of one source that lands in one place of one worker's model."""
+
+    worker: int
+    producer: int
+    chunk: int
+    source: str
+    slice: str
+    """Index expression of the source tensor."""
+    parameter: str
+    destination: str
+    """Index expression of the parameter."""
+    nbytes: int
+    chain: tuple[str, ...]
+    loader: str
+
+
+def describe(consumer: ConsumerPlan, manifest: Manifest, scatters: Iterable[int]) -> list[Write]:
+    """The given scatters of one worker, in words."""
+    program, routing = consumer.program, consumer.routing
+    chunk_of = _chunks_of(program, scatters)
+    cache: dict[Any, str] = {}
+    out: list[Write] = []
+    p, origin, keys = program.parameters, program.provenance, program.keys
+    for s, chunk in chunk_of:
+        k = program.scatters.key[s]
+        source, dtype, parameter = keys.source[k], program.dtype_table[keys.dtype[k]], program.scatters.parameter[s]
+        shape, dest = manifest.shape(source), p.shapes[parameter]
+        region, target = keys.region[k], program.scatters.region[s]
+        if (region, shape, dtype) not in cache:
+            text = region_text(program.regions[region], shape, contiguous_stride(shape))
+            retyped = "" if dtype == manifest.dtype(source) else f" as {dtype}"
+            cache[region, shape, dtype] = text + retyped
+        if (target, parameter) not in cache:
+            cache[target, parameter] = region_text(program.regions[target], dest, p.strides[parameter])
+        out.append(
+            Write(
+                worker=consumer.consumer_id,
+                producer=routing.producer[chunk],
+                chunk=chunk,
+                source=manifest.names[source],
+                slice=cache[region, shape, dtype],
+                parameter=p.names[parameter],
+                destination=cache[target, parameter],
+                nbytes=nbytes_of(program, k),
+                chain=origin.chains[origin.scatter_chain[s]],
+                loader=origin.loaders[origin.scatter_loader[s]],
+            )
+        )
+    return out
+
+
+def nbytes_of(program: Program, key: int) -> int:
+    """Bytes of one FetchKey."""
+    from rdtplan.ir.dtypes import itemsize
+
+    return program.regions[program.keys.region[key]].numel * itemsize(program.dtype_table[program.keys.dtype[key]])
+
+
+def _chunks_of(program: Program, scatters: Iterable[int]) -> list[tuple[int, int]]:
+    """(scatter, its chunk)."""
+    from bisect import bisect_right
+
+    ends = program.chunks.scatter_end
+    return [(s, bisect_right(ends, s)) for s in scatters]
+
+
+_WORDS = (
+    (re.compile(r"narrow\((-?\d+), (\d+), (\d+)\)"), lambda m: f"take {m[2]}:{int(m[2]) + int(m[3])} of dim {m[1]}"),
+    (re.compile(r"select\((-?\d+), (\d+)\)"), lambda m: f"take index {m[2]} of dim {m[1]}"),
+    (re.compile(r"unsqueeze\((-?\d+)\)"), lambda m: f"add a dim at {m[1]}"),
+    (re.compile(r"unbind\((-?\d*)\)\[(\d+)\]"), lambda m: f"take index {m[2]} of dim {m[1] or 0}"),
+    (re.compile(r"(?:t\(\)|transpose\((-?\d+), (-?\d+)\))"), lambda m: "transpose"),
+    (re.compile(r"(?:view|reshape)\((.*)\)"), lambda m: f"see as ({m[1]})"),
+)
+
+
+def chain_words(chain: Sequence[str]) -> str:
+    """An op chain in words, in the order in which the loader applied it.
+
+    >>> chain_words(("narrow(0, 192, 192)", "unsqueeze(0)"))
+    'take 192:384 of dim 0, then add a dim at 0'
+    """
+    if not chain:
+        return "the whole tensor"
+    return ", then ".join(_word(op) for op in chain)
+
+
+def _word(op: str) -> str:
+    for pattern, words in _WORDS:
+        found = pattern.fullmatch(op)
+        if found:
+            return words(found)
+    return op
+
+
+def progression(texts: Sequence[str], letter: str) -> str | None:
+    """One text for texts that count up evenly, None when they do not.
+
+    >>> progression(["[0:192, :]", "[192:384, :]", "[384:576, :]"], "i")
+    '[192i:192i+192, :]'
+    """
+    if len(set(texts)) == 1:
+        return texts[0]
+    pieces = [_NUMBER.split(t) for t in texts]
+    first = pieces[0]
+    if any(p[::2] != first[::2] for p in pieces):
+        return None
+    out: list[str] = []
+    for at, piece in enumerate(first):
+        if at % 2 == 0:
+            out.append(piece)
+            continue
+        numbers = [int(p[at]) for p in pieces]
+        step = numbers[1] - numbers[0]
+        if step < 0 or any(n != numbers[0] + i * step for i, n in enumerate(numbers)):
+            return None
+        counted = f"{step}{letter}" if step > 1 else letter
+        out.append(piece if not step else counted if not numbers[0] else f"{counted}+{numbers[0]}")
+    return "".join(out)
+
+
+@frozen(slots=True)
+class WriteLine:
+    """Writes that say the same thing, folded into one line."""
+
+    workers: tuple[int, ...]
+    producers: tuple[int, ...]
+    sources: tuple[str, ...]
+    slice: str
+    parameter: str
+    destination: str
+    nbytes: int
+    """Of all of them together."""
+    chain: str
+    loader: str
+
+
+def fold(writes: Sequence[Write]) -> list[WriteLine]:
+    """First over workers (letter i), then over sources (letter j)."""
+    over_workers = _fold_by([_line(w) for w in writes], lambda w: (w.sources, w.parameter, w.loader), "i")
+    return _fold_by(over_workers, lambda w: (w.workers, w.parameter, w.loader, _NUMBER.sub("*", w.sources[0])), "j")
+
+
+def _line(w: Write) -> WriteLine:
+    words = chain_words(w.chain)
+    sources = (w.source,)
+    return WriteLine(
+        (w.worker,), (w.producer,), sources, w.slice, w.parameter, w.destination, w.nbytes, words, w.loader
+    )
+
+
+def _fold_by(lines: list[WriteLine], key: Any, letter: str) -> list[WriteLine]:
+    groups: dict[Any, list[WriteLine]] = {}
+    for line in lines:
+        skeleton = tuple(_NUMBER.sub("#", t) for t in (line.slice, line.destination, line.chain))
+        groups.setdefault((key(line), skeleton), []).append(line)
+    out: list[WriteLine] = []
+    for members in groups.values():
+        out += _merge(members, letter)
+    return out
+
+
+def _merge(members: list[WriteLine], letter: str) -> list[WriteLine]:
+    """Runs of equal lines first, then the progression over what is left; as they are when there is none."""
+    equal: dict[tuple[str, str, str], WriteLine] = {}
+    for m in members:
+        known = equal.get((m.slice, m.destination, m.chain))
+        equal[m.slice, m.destination, m.chain] = _together(known, m) if known else m
+    lines = list(equal.values())
+    texts = [progression([getattr(x, f) for x in lines], letter) for f in ("slice", "destination", "chain")]
+    if len(lines) == 1 or (len(lines) < 3 and letter == "j") or any(t is None for t in texts):
+        return lines
+    merged = lines[0]
+    for line in lines[1:]:
+        merged = _together(merged, line)
+    return [evolve(merged, slice=texts[0], destination=texts[1], chain=texts[2])]
+
+
+def _together(a: WriteLine, b: WriteLine) -> WriteLine:
+    return evolve(
+        a,
+        workers=tuple(sorted({*a.workers, *b.workers})),
+        producers=tuple(sorted({*a.producers, *b.producers})),
+        sources=tuple(dict.fromkeys((*a.sources, *b.sources))),
+        nbytes=a.nbytes + b.nbytes,
+    )
