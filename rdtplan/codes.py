@@ -102,6 +102,11 @@ CODES: dict[str, Code] = {
         "The consumers named for a sync are none, or are not all in the plan.",
         "Name consumer ids of the plan, or None for all.",
     ),
+    "RDT114": Code(
+        "cannot listen",
+        "The address that a trainer rank is to listen at is taken, or is not of this machine.",
+        "Give an address of this machine that is free; port 0 takes any.",
+    ),
     # -- dry run -----------------------------------------------------------------------------------------------
     "RDT200": Code(
         "loader cannot be compiled",
