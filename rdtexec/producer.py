@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from rdtexec import checksum, payload
-from rdtexec.control import Address, Link, Message, listen, send_plan
+from rdtexec.control import Address, Link, Message, listen, send_plan, stop_welcoming, welcome_forever
 from rdtexec.destination import strided, typed
 from rdtexec.plans import TrainerPlan, chunk_scatters
 from rdtexec.reports import LOG, Observer, ProducerReport, peak_memory
@@ -106,10 +106,11 @@ class Producer:
         self._waker, self._wake = Pipe(duplex=False)
         if len(self._allowed) == 1:  # what cannot work is said here and not to the first consumer
             self._transport(self._allowed[0])
-        self._listener = listen(address, authkey=authkey)
+        self._listener = listen(address)
         self.address: Address = self._listener.address
+        accepting = (self._listener, authkey, self._meet, lambda: self._closing)
         self._threads = [
-            threading.Thread(target=self._accept_loop, name="rdtexec-accept", daemon=True),
+            threading.Thread(target=welcome_forever, args=accepting, name="rdtexec-accept", daemon=True),
             threading.Thread(target=self._control_loop, name="rdtexec-control", daemon=True),
         ]
         for thread in self._threads:
@@ -143,7 +144,7 @@ class Producer:
             at = time.perf_counter()
             self._wait(lambda: self._state.finished, "the last groups to be freed and the models to be complete")
             wait_s += time.perf_counter() - at
-            if self._sample.identical:
+            if self._sample.identical:  # before anybody reports success
                 self._alarm(sync)
             self._tell_done(sync, taking_part)
         except BaseException as error:
@@ -170,13 +171,18 @@ class Producer:
         self._observer.succeeded(report)
         return report
 
+    def forget_payload(self) -> None:
+        """The last sync counts as failed, though not here: a retry that sends the same is no reason for the alarm."""
+        self._sample.forget()
+
     def cancel(self, sync: int, reason: str) -> None:
         """Fail a sync from outside, from any thread, whether it has begun or not."""
         error = TransferError(f"sync {sync}: {reason}", code="RDT606")
         with self._changed:
-            self._cancelled = (sync, error)
-            self._changed.notify_all()
             running = self._state.running and self._state.sync == sync
+            if not running:
+                self._cancelled = (sync, error)
+            self._changed.notify_all()
         if running:
             self._abort(error, sync, self._state.live)
 
@@ -236,7 +242,8 @@ class Producer:
 
     def _raise_cancelled(self, sync: int) -> None:
         if self._cancelled is not None and self._cancelled[0] == sync:
-            raise self._cancelled[1]
+            error, self._cancelled = self._cancelled[1], None
+            raise error
 
     def _tell_done(self, sync: int, live: tuple[int, ...]) -> None:
         """Everybody is complete: only now may anybody report success."""
@@ -323,7 +330,7 @@ class Producer:
                 return
             self._closing = True
         self._kick()
-        self._unblock_accept()
+        stop_welcoming(self._listener)
         for thread in self._threads:
             thread.join(5)
         self._listener.close()
@@ -331,16 +338,6 @@ class Producer:
             link.close()
         for transport in self._transports.values():
             transport.close()
-
-    def _unblock_accept(self) -> None:
-        """`accept` cannot be interrupted; connecting to it ends the wait."""
-        import socket
-
-        with contextlib.suppress(OSError):
-            family = socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET
-            with socket.socket(family, socket.SOCK_STREAM) as sock:
-                sock.settimeout(1)
-                sock.connect(self.address)
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
@@ -358,8 +355,10 @@ class Producer:
 
     def _abort(self, error: BaseException, sync: int, live: Collection[int]) -> None:
         """Tell every consumer of the sync why, so that none of them waits for its own deadline."""
-        reason = error.message if isinstance(error, RdtError) else f"{type(error).__name__}: {error}"
+        reason = _words(error)
         with self._changed:
+            if self._state.running and self._state.sync != sync:
+                return  # the sync that this is about has ended, and another has begun
             if self._failure is None:
                 self._failure = error if isinstance(error, RdtError) else TransferError(reason, code="RDT606")
             links = [link for cid, link in self._links.items() if cid in live]
@@ -370,15 +369,14 @@ class Producer:
 
     # -- the control thread --------------------------------------------------------------------------------------------
 
-    def _accept_loop(self) -> None:
-        while not self._closing:
-            try:
-                connection = self._listener.accept()
-            except Exception:  # a stranger that failed authentication, or the end
-                continue
-            with self._changed:
-                self._strangers.append(Link(connection, "a consumer that has not said who it is"))
-            self._kick()
+    def _meet(self, connection: Connection) -> None:
+        link = Link(connection, "a consumer that has not said who it is")
+        with self._changed:
+            if self._closing:
+                link.close()
+                return
+            self._strangers.append(link)
+        self._kick()
 
     def _control_loop(self) -> None:
         while not self._closing:
@@ -398,6 +396,9 @@ class Producer:
                         self._handle(cid, link, message)
                 except RdtError as error:
                     self._drop(cid, link, error)
+                except Exception as error:  # nothing that a peer or a transport does may end this thread
+                    LOG.exception("handling a message of %s", link.peer)
+                    self._drop(cid, link, TransferError(f"{link.peer}: {type(error).__name__}: {error}"))
             try:
                 self._serve()
             except BaseException as error:
@@ -459,8 +460,8 @@ class Producer:
             raise self._refusal(link, cid, f"transport: {theirs}, this producer {list(self._allowed)}")
         try:
             facts = self._transport(name).welcome(cid) if cid in self.plan.consumers else {}
-        except RdtError as error:
-            raise self._refusal(link, cid, error.message) from None
+        except Exception as error:
+            raise self._refusal(link, cid, _words(error)) from error
         link.peer = f"consumer {cid}"
         with self._changed:
             self._welcomed[link] = (cid, name)
@@ -514,33 +515,37 @@ class Producer:
         return pairs.get(self.plan.producer.rank)
 
     def _drop(self, cid: int | None, link: Link, error: RdtError) -> None:
+        current = False
         with self._changed:
             if link in self._strangers:
                 self._strangers.remove(link)
                 self._welcomed.pop(link, None)
-            if cid is not None and self._links.get(cid) is link:
+            if cid is not None and self._links.get(cid) is link:  # and not of a consumer that has connected anew
+                current = True
                 del self._links[cid]
                 self._lost[cid] = error
             self._changed.notify_all()
         link.close()
-        if cid is not None:
+        if current and cid is not None:
             self._fail(cid, error)
 
     def _fail(self, cid: int, error: RdtError) -> None:
         """Fail the running sync, if `cid` takes part in it: the gather may be long, so everybody is told from here."""
         state = self._state
-        if state.running and cid in state.live:
-            what = f"sync {state.sync} failed on producer {self.plan.producer.rank}: {error.message}"
-            self._abort(TransferError(what, fix=error.fix, code=error.code), state.sync, state.live)
+        with self._changed:
+            running, sync, live = state.running, state.sync, state.live
+        if running and cid in live:
+            what = f"sync {sync} failed on producer {self.plan.producer.rank}: {error.message}"
+            self._abort(TransferError(what, fix=error.fix, code=error.code), sync, live)
 
     def _serve(self) -> None:
         with self._changed:
             serves = self._state.take_ready()
-            sync = self._state.sync
+            sync, run = self._state.sync, self._state.run
         for serve in serves:
             at = time.perf_counter()
             with self._serving:
-                if not self._state.running:
+                if not self._state.running or self._state.run != run:
                     return
                 facts = self._transports[self._uses[serve.consumers[0]]].serve(
                     serve.consumers[0], serve.chunk, serve.seq
@@ -597,6 +602,10 @@ def _check_settings(*, checksums: str, on_identical: str, stall_timeout_s: float
         wrong.append(f"stall_timeout_s must be positive, is {stall_timeout_s}")
     if wrong:
         raise InputError("; ".join(wrong), code="RDT111")
+
+
+def _words(error: BaseException) -> str:
+    return error.message if isinstance(error, RdtError) else f"{type(error).__name__}: {error}"
 
 
 def _int(message: Message, field: str) -> int:

@@ -12,11 +12,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener
 from typing import Any
 
-from rdtexec.control import Address, Link, Message, dial, listen
+from rdtexec.control import Address, Link, Message, dial, listen, stop_welcoming, welcome_forever
 from rdtplan.errors import RdtError, TransferError
 
 CONNECT_TIMEOUT_S = 60.0
@@ -29,10 +28,11 @@ class Ranks:
         self._rank, self._world, self._authkey = rank, world, authkey
         self._timeout_s = stall_timeout_s
         self._links: dict[int, Link] = {}
+        self._met = threading.Condition()
         self._closed = False
         self._listener: Listener | None = None
         if rank == 0 and world > 1:
-            self._listener = listen(where, authkey=authkey)
+            self._listener = listen(where)
 
     @property
     def address(self) -> Address | None:
@@ -44,7 +44,8 @@ class Ranks:
         if self._listener is not None:
             accepting = threading.Thread(target=self._accept, args=(self._listener,), daemon=True)
             accepting.start()
-            accepting.join(CONNECT_TIMEOUT_S)
+            with self._met:
+                self._met.wait_for(lambda: len(self._links) == self._world - 1, CONNECT_TIMEOUT_S)
             missing = sorted(set(range(1, self._world)) - self._links.keys())
             if missing:
                 raise TransferError(
@@ -59,16 +60,17 @@ class Ranks:
             self._links[0] = link
 
     def _accept(self, listener: Listener) -> None:
-        while len(self._links) < self._world - 1:
-            try:
-                link = Link(listener.accept(), "a trainer rank")
-                rank = int(_expect(link, "rank", CONNECT_TIMEOUT_S)["rank"])
-            except (OSError, EOFError, AuthenticationError, RdtError):  # somebody else, or the end
-                if self._closed:
-                    return
-                continue
-            link.peer = f"trainer rank {rank}"
+        welcome_forever(
+            listener, self._authkey, self._meet, lambda: self._closed or len(self._links) == self._world - 1
+        )
+
+    def _meet(self, connection: Connection) -> None:
+        link = Link(connection, "a trainer rank")
+        rank = int(_expect(link, "rank", CONNECT_TIMEOUT_S)["rank"])
+        link.peer = f"trainer rank {rank}"
+        with self._met:
             self._links[rank] = link
+            self._met.notify_all()
 
     def together(
         self, sync: int, ready: Callable[[], None], serve: Callable[[], Any], finish: Callable[[], None]
@@ -143,6 +145,7 @@ class Ranks:
         for link in self._links.values():
             link.close()
         if self._listener is not None:
+            stop_welcoming(self._listener)
             self._listener.close()
 
 

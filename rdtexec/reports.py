@@ -6,6 +6,7 @@ Prometheus metrics; all three carry the plan's identity and the number of the sy
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -95,7 +96,7 @@ class Observer:
                 self._path.open("ab").close()
             if metrics_port:
                 _serve_metrics(metrics_port)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise InputError(
                 f"statistics of {role} {number} (stats_dir {directory!r}, metrics_port {metrics_port}): {error}",
                 fix="give a directory that can be written and a port that is free, or neither",
@@ -146,9 +147,13 @@ class Observer:
             return
         row = {"role": self._role, "id": self._number, "plan": self._identity, **row}
         try:
+            line = orjson.dumps(row) + b"\n"
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                os.write(descriptor, orjson.dumps(row) + b"\n")
+                written = os.write(descriptor, line)
+                if written < len(line):  # take back the half line, or the next one is unreadable too
+                    os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(descriptor)
         except OSError as error:

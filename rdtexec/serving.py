@@ -6,7 +6,7 @@ Invariants:
   asked;
 - a group is released when every live consumer has freed it, and is never served after that;
 - at most `gather_lookahead + 1` groups are published and unreleased, whatever the consumers do;
-- pulls and signals for a sync that has not begun are kept for it; those of an older sync are dropped;
+- pulls, signals and completions for a sync that has not begun are kept for it; those of an older sync are dropped;
 - a sync is finished when every group is released and every live consumer has said that its model is complete.
 """
 
@@ -33,6 +33,7 @@ class Serve:
 class _Early:
     pulls: list[tuple[int, int]]
     frees: list[tuple[int, int]]
+    completes: list[int]
 
 
 def sharers(plan: TrainerPlan) -> dict[int, tuple[int, ...]]:
@@ -53,6 +54,8 @@ class ServeState:
         self._alike = sharers(plan)
         self._sharing: frozenset[int] = frozenset()
         self.sync = -1
+        self.run = 0
+        """Counts the syncs begun; a number may be used again after a failure."""
         self.running = False
         self._early: dict[int, _Early] = {}
         self._reset(())
@@ -73,6 +76,7 @@ class ServeState:
         self._ready: list[Serve] = []
         self._to_release: list[int] = []
         self._complete: set[int] = set()
+        self._pulled: set[tuple[int, int]] = set()
         self.served = self.served_bytes = 0
 
     def begin(self, sync: int, live: Sequence[int], sharing: Collection[int] = ()) -> None:
@@ -83,15 +87,18 @@ class ServeState:
         if self.running:
             raise TransferError(f"sync {sync} was begun while sync {self.sync} is running", code="RDT605")
         self.sync, self.running = sync, True
+        self.run += 1
         self._sharing = frozenset(sharing).intersection(live)
         self._reset(live)
-        early = self._early.pop(sync, _Early([], []))
+        early = self._early.pop(sync, _Early([], [], []))
         for stale in [s for s in self._early if s < sync]:
             del self._early[stale]
         for consumer, chunk in early.pulls:
             self.pull(consumer, sync, chunk)
         for consumer, group in early.frees:
             self.free(consumer, sync, group)
+        for consumer in early.completes:
+            self.complete(consumer, sync)
 
     def end(self) -> None:
         """The sync is over, well or not."""
@@ -102,6 +109,7 @@ class ServeState:
         for early in self._early.values():
             early.pulls = [p for p in early.pulls if p[0] != consumer]
             early.frees = [f for f in early.frees if f[0] != consumer]
+            early.completes = [c for c in early.completes if c != consumer]
 
     def next_group(self) -> int | None:
         """The group to gather now, None while there is no credit or nothing is left."""
@@ -122,7 +130,9 @@ class ServeState:
 
     def complete(self, consumer: int, sync: int) -> None:
         """A consumer has scattered and post-processed everything."""
-        if sync == self.sync and self.running:
+        if self._is_early(sync):  # it pulls nothing from here, and all others have served it
+            self._early.setdefault(sync, _Early([], [], [])).completes.append(consumer)
+        elif sync == self.sync and self.running:
             self._complete.add(consumer)
 
     def publish(self, group: int) -> None:
@@ -144,10 +154,16 @@ class ServeState:
                 code="RDT603",
             )
         if self._is_early(sync):
-            self._early.setdefault(sync, _Early([], [])).pulls.append((consumer, chunk))
+            self._early.setdefault(sync, _Early([], [], [])).pulls.append((consumer, chunk))
             return
         if sync != self.sync or not self.running or consumer not in self._live:
             return
+        if (consumer, chunk) in self._pulled:
+            raise TransferError(
+                f"consumer {consumer} asks producer {self.plan.producer.rank} for chunk {chunk} a second time",
+                code="RDT603",
+            )
+        self._pulled.add((consumer, chunk))
         sharers = self._sharers(consumer)
         self._asked.setdefault((sharers, chunk), set()).add(consumer)
         self._try_serve(sharers, chunk)
@@ -161,7 +177,7 @@ class ServeState:
                 code="RDT603",
             )
         if self._is_early(sync):
-            self._early.setdefault(sync, _Early([], [])).frees.append((consumer, group))
+            self._early.setdefault(sync, _Early([], [], [])).frees.append((consumer, group))
             return
         if sync != self.sync or not self.running:
             return

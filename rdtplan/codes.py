@@ -107,6 +107,11 @@ CODES: dict[str, Code] = {
         "A trainer rank's module or checkpoint cannot be declared as a source of weights.",
         "The message says which weight of which rank; use the source that fits the trainer's layout.",
     ),
+    "RDT115": Code(
+        "cannot listen",
+        "The address that a trainer rank is to listen at is taken, or is not of this machine.",
+        "Give an address of this machine that is free; port 0 takes any.",
+    ),
     # -- dry run -----------------------------------------------------------------------------------------------
     "RDT200": Code(
         "loader cannot be compiled",

@@ -11,6 +11,7 @@ its agent before anything else and keeps the pool's memory for the life of the p
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import uuid
 from typing import Any, ClassVar
@@ -208,9 +209,12 @@ class NixlConsumer(PackedConsumer):
                 self._agent.release_xfer_handle(handle)
             except Exception:  # an aborted transfer cannot always be released; the agent's end releases it
                 poisoned = True
-        for name, _ in self._remotes.values():
-            self._agent.remove_remote_agent(name)
-        self._agent.deregister_memory(self._registration)
+        with contextlib.suppress(
+            Exception
+        ):  # what a dead peer or an aborted transfer still holds, the agent's end frees
+            for name, _ in self._remotes.values():
+                self._agent.remove_remote_agent(name)
+            self._agent.deregister_memory(self._registration)
         self._handles.clear()
         self._copies.clear()
         del self._agent

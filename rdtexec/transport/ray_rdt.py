@@ -280,6 +280,9 @@ class RayConsumer(PackedConsumer):
     def close(self, *, poisoned: bool) -> None:
         if poisoned or self._reads:
             _POISONED.append((self._pool.memory, self._reads))
+        elif self._registered:
+            self._registered = False
+            _ray().experimental.deregister_nixl_memory(self._pool.memory)
         for _ in self._threads:
             self._jobs.put(None)
         self._refs.clear()

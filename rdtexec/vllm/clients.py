@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,7 +39,20 @@ class ReplicaClient:
         self._all(lambda i, c: c.init_weight_transfer_engine({**init_info, "replica_rank": i, "num_replicas": count}))
 
     def start_weight_update(self) -> None:
-        self._all(lambda _, c: c.start_weight_update())
+        """Start everywhere or nowhere: where it began although another replica failed, it is ended again."""
+        started: set[int] = set()
+
+        def start(replica: int, client: VLLMWeightSyncClient) -> None:
+            client.start_weight_update()
+            started.add(replica)
+
+        try:
+            self._all(start)
+        except TransferError:
+            for replica in started:
+                with contextlib.suppress(Exception):  # the first error is the one to be told
+                    self.clients[replica].finish_weight_update()
+            raise
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         self._all(lambda _, c: c.update_weights(update_info))
@@ -46,7 +60,7 @@ class ReplicaClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._all(lambda _, c: c.finish_weight_update(weight_version))
 
-    def _all(self, call: Any) -> None:
+    def _all(self, call: Callable[[int, VLLMWeightSyncClient], None]) -> None:
         """Call every live replica; TransferError names those that failed, after all have answered."""
         live = sorted(self._live)
         with ThreadPoolExecutor(len(live)) as threads:

@@ -83,6 +83,8 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
     _consumer: Consumer | None = None
     _destination: LayerwiseDestination | None = None
     _info: RdtExecInitInfo | None = None
+    _synced = False
+    """Was a sync done since the update started?"""
     last_report: SyncReport | None = None
     """The last sync, as this worker saw it."""
 
@@ -200,6 +202,7 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
             destination.abandon()
             self._connect(self._info, consumer.plan, destination)
         destination.begin()
+        self._synced = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Execute one sync. No device synchronization: the sync itself ends when its last module is complete."""
@@ -213,6 +216,7 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         consumer, destination = self._active()
         try:
             self.last_report = consumer.sync(update_info.sync_idx)
+            self._synced = True
         except BaseException:
             if not consumer.failed:
                 destination.abandon()
@@ -221,6 +225,7 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
     def finish_weight_update(self) -> None:
         """Leave checkpoint format: every module serves from its kernel tensors again.
 
+        An update in which no sync was done leaves the weights as they were.
         TransferError RDT605 after a failed sync: finishing it would serve a mixture of old and new weights.
         """
         consumer, destination = self._active()
@@ -230,7 +235,10 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
                 fix="start another one: it connects anew and writes the whole model",
                 code="RDT605",
             )
-        destination.finish()
+        if self._synced:
+            destination.finish()
+        else:
+            destination.abandon()
 
     def _active(self) -> tuple[Consumer, LayerwiseDestination]:
         if self._consumer is None or self._destination is None:

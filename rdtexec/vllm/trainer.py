@@ -28,7 +28,7 @@ from rdtexec.ranks import Ranks
 from rdtexec.reports import Observer, ProducerReport
 from rdtexec.transport import SETTINGS
 from rdtexec.vllm.clients import ReplicaClient
-from rdtplan.errors import InputError, PlanMismatch, RdtError, TransferError
+from rdtplan.errors import InputError, PlanMismatch, TransferError
 from rdtplan.inputs.manifests import from_weight_source, to_json
 from rdtplan.ir.manifest import SourceTensor
 
@@ -191,16 +191,23 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         """
         number = self._syncs
         self._syncs += 1
+        try:
+            self.last_report = self._ranks.together(
+                number,
+                ready=lambda: self._start(live_consumer_ids),
+                serve=lambda: self._serve(number, live_consumer_ids),
+                finish=lambda: self._finish(weight_version),
+            )
+        except BaseException as error:
+            if getattr(error, "code", "") != "RDT624":  # the alarm stays one until something has changed
+                self._producer.forget_payload()
+            raise
+
+    def _start(self, live: Collection[int] | None) -> None:
         plan = self._producer.plan
         if isinstance(self.client, ReplicaClient):
-            live = plan.consumer_ids if live_consumer_ids is None else live_consumer_ids
-            self.client.limit_to(live, plan.topology.workers_per_replica)
-        self.last_report = self._ranks.together(
-            number,
-            ready=self.client.start_weight_update,
-            serve=lambda: self._serve(number, live_consumer_ids),
-            finish=lambda: self._finish(weight_version),
-        )
+            self.client.limit_to(plan.consumer_ids if live is None else live, plan.topology.workers_per_replica)
+        self.client.start_weight_update()
 
     def _serve(self, number: int, live: Collection[int] | None) -> ProducerReport:
         """This rank's part; rank 0 also has the workers pull, in a thread."""
@@ -219,7 +226,7 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         updating.start()
         try:
             report = self._producer.sync(number, live)
-        except RdtError as error:
+        except Exception as error:  # whatever it was, the call must not run into the next sync
             updating.join(self._info.stall_timeout_s)
             if failures:
                 error.add_note(f"update_weights ended with {type(failures[0]).__name__}: {failures[0]}")
