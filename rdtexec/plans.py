@@ -12,7 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from rdtplan.errors import PlanMismatch
-from rdtplan.inputs.manifests import from_weight_source
+from rdtplan.inputs.manifests import by_pieces, from_weight_source
 from rdtplan.ir.file import PlanFile
 from rdtplan.ir.manifest import Ints, Manifest, SourceTensor
 from rdtplan.ir.plan import ConsumerPlan, GatherGroup, ProducerPlan, Program
@@ -167,7 +167,7 @@ def check_live_manifest(plan: TrainerPlan, source: Any) -> None:
 
     Order does not matter: the trainer gathers in plan order. What this rank serves it must hold.
     """
-    live: dict[str, SourceTensor] = {e.name: e for e in from_weight_source(source)}
+    live: dict[str, SourceTensor] = {e.name: e for e in by_pieces(from_weight_source(source))}
     declared = list(live.values())
     for k, name in enumerate(plan.manifest.names):
         entry = live.pop(name, None)

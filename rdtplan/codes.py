@@ -196,6 +196,11 @@ CODES: dict[str, Code] = {
         "A leaf module takes weights from two independent streams; it would be completed by a race.",
         "Let one trainer rank own names of both groups, or give both groups to the same ranks.",
     ),
+    "RDT305": Code(
+        "slice across shards",
+        "A loader reads a tensor in a way that cannot be cut at the borders of the shards that trainer ranks hold.",
+        "Give that name to owners as a whole, so that it is gathered, or shard it along another dimension.",
+    ),
     "RDT310": Code(
         "parameter never written",
         "No loader writes this parameter, so it would hold whatever was in memory.",

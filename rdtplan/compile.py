@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 
 from rdtplan import __version__
 from rdtplan.errors import InputError
-from rdtplan.inputs.owners import OwnerRule, resolve_owners
+from rdtplan.inputs.owners import OwnerRule, resolve_owners, resolve_pieces
 from rdtplan.ir.digests import (
     consumer_digest,
     fleet_identity,
@@ -19,7 +19,7 @@ from rdtplan.ir.digests import (
     ownership_digest,
     pair_digests,
 )
-from rdtplan.ir.manifest import Ints, Manifest, SourceTensor, build_manifest
+from rdtplan.ir.manifest import Ints, Manifest, Piece, SourceTensor, build_manifest
 from rdtplan.ir.plan import (
     Compiler,
     ConsumerPlan,
@@ -74,13 +74,14 @@ def compile_plan(
     _check_fleet_input(fleet)
     manifest = build_manifest(entries)
     owners = resolve_owners(list(entries), fleet.owner_rules, fleet.trainer_ranks)
+    pieces = resolve_pieces(list(entries), fleet.owner_rules, fleet.trainer_ranks)
     request = TraceRequest(str(config_dir), manifest, fleet.topology, dtype, quantization)
     report = None if progress is None else (lambda done, total: progress("tracing worker ranks", done, total))
     traces, trace_of, model = trace_fleet(request, jobs=jobs, progress=report)
     import vllm
 
     compiler = Compiler(__version__, vllm.__version__, torch.__version__.split("+")[0], fleet.target)
-    return assemble(manifest, owners, traces, trace_of, fleet, model, compiler, progress)
+    return assemble(manifest, owners, traces, trace_of, fleet, model, compiler, progress, pieces=pieces)
 
 
 def _check_fleet_input(fleet: Fleet) -> None:
@@ -119,6 +120,8 @@ def assemble(
     model: ModelIdentity,
     compiler: Compiler,
     progress: Progress | None = None,
+    *,
+    pieces: tuple[tuple[Piece, ...], ...] = (),
 ) -> FleetPlan:
     """Run the passes over finished traces and verify the result; needs no torch. PlanError if incomplete.
 
@@ -135,6 +138,7 @@ def assemble(
             settings=fleet.settings,
             programs=tuple(ProgramDraft(t) for t in traces),
             program_of=trace_of,
+            pieces=pieces,
         )
     )
     note("planning", 1, 2)

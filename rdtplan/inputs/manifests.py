@@ -15,7 +15,8 @@ from typing import Any, TypeGuard
 
 from rdtplan.errors import InputError
 from rdtplan.ir.dtypes import SAFETENSORS, itemsize
-from rdtplan.ir.manifest import Ints, SourceTensor
+from rdtplan.ir.manifest import Ints, Piece, SourceTensor
+from rdtplan.ir.pieces import piece_name
 
 MAX_HEADER_NBYTES = 100 << 20
 """The limit that the safetensors format itself sets."""
@@ -190,7 +191,10 @@ def _load_json(path: Path) -> Any:
 
 
 def from_json(path: str | os.PathLike[str]) -> list[SourceTensor]:
-    """Entries of a JSON manifest: `[name, dtype, shape]` each, or an object with these keys and `owners`."""
+    """Entries of a JSON manifest: `[name, dtype, shape]` each, or an object with these keys and `owners` or `pieces`.
+
+    A piece is `[offsets, sizes, ranks]`.
+    """
     data = _load_json(Path(path))
     if not isinstance(data, list):
         raise InputError(
@@ -219,7 +223,18 @@ def _json_entry(item: Any, where: str) -> SourceTensor:
     if owners is not None and not (isinstance(owners, list) and all(type(r) is int for r in owners)):
         raise InputError(f"{where} ({name}): owners: expected an array of ranks, found {owners!r}", code="RDT104")
     dtype = SAFETENSORS.get(dtype, dtype.removeprefix("torch."))
-    return SourceTensor(name, dtype, tuple(shape), None if owners is None else tuple(sorted(set(owners))))
+    pieces = _json_pieces(item.get("pieces", []) if isinstance(item, dict) else [], f"{where} ({name})")
+    return SourceTensor(name, dtype, tuple(shape), None if owners is None else tuple(sorted(set(owners))), pieces)
+
+
+def _json_pieces(value: Any, where: str) -> tuple[Piece, ...]:
+    if not isinstance(value, list) or not all(
+        isinstance(p, list) and len(p) == 3 and all(map(_sizes, p)) for p in value
+    ):
+        raise InputError(
+            f"{where}: pieces: expected an array of [offsets, sizes, ranks], found {str(value)[:80]}", code="RDT104"
+        )
+    return tuple(Piece(tuple(offsets), tuple(sizes), tuple(ranks)) for offsets, sizes, ranks in value)
 
 
 def from_weight_source(source: Any) -> list[SourceTensor]:
@@ -235,9 +250,22 @@ def from_weight_source(source: Any) -> list[SourceTensor]:
                 str(row.dtype).removeprefix("torch."),
                 tuple(int(n) for n in row.shape),
                 None if owners is None else tuple(sorted(set(owners))),
+                tuple(getattr(row, "pieces", None) or ()),
             )
         )
     return entries
+
+
+def by_pieces(entries: Iterable[SourceTensor]) -> list[SourceTensor]:
+    """Entries as a plan has them: each piece of a sharded tensor in its place, under its own name."""
+    found: list[SourceTensor] = []
+    for e in entries:
+        if not e.pieces:
+            found.append(e)
+        for piece in e.pieces:
+            owners = tuple(sorted(set(piece.ranks)))
+            found.append(SourceTensor(piece_name(e.name, e.shape, piece), e.dtype, piece.sizes, owners))
+    return found
 
 
 def to_json(entries: Iterable[SourceTensor]) -> bytes:
@@ -247,5 +275,8 @@ def to_json(entries: Iterable[SourceTensor]) -> bytes:
         row: Any = [e.name, e.dtype, list(e.shape)]
         if e.owners is not None:
             row = {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "owners": list(e.owners)}
+        if e.pieces:
+            row = {"name": e.name, "dtype": e.dtype, "shape": list(e.shape)}
+            row["pieces"] = [[list(p.offsets), list(p.sizes), list(p.ranks)] for p in e.pieces]
         lines.append(json.dumps(row))
     return ("[\n" + ",\n".join(lines) + "\n]\n").encode()

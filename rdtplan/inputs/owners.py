@@ -14,7 +14,13 @@ TOML. Each rule maps a shell pattern over source names to ranks; the first rule 
     names = ["model.embed_tokens.*", "lm_head.*", "model.norm.*"]
     ranks = "all"
 
-A rule with both `names` and `layers` needs both to match. Without an owners file every rank owns everything.
+    [[own]]
+    names = "*"
+    ranks = "all"
+    shard = 0                          # held in pieces: cut along this dimension over the ranks, as FSDP2 cuts
+
+A rule with both `names` and `layers` needs both to match. Without an owners file every rank owns everything. Ranks of a
+rule with `shard` are in the order of the pieces; tensors without dimensions stay whole.
 """
 
 from __future__ import annotations
@@ -29,7 +35,8 @@ from typing import Any
 from attrs import frozen
 
 from rdtplan.errors import InputError
-from rdtplan.ir.manifest import Ints, SourceTensor
+from rdtplan.ir.manifest import Ints, Piece, SourceTensor
+from rdtplan.ir.pieces import chunked, untiled
 from rdtplan.passes.group_names import group_key
 
 MAX_LAYERS = 1 << 20
@@ -44,6 +51,9 @@ class OwnerRule:
     """Empty: any name."""
     layers: frozenset[int] | None
     ranks: Ints
+    """Ascending, or with `shard` in the order of the pieces."""
+    shard: int | None = None
+    """Dimension along which the ranks hold pieces; None: each has all of it."""
 
     def matches(self, name: str) -> bool:
         if self.layers is not None:
@@ -76,9 +86,12 @@ def _is_table(value: Any) -> bool:
 
 
 def _rule(table: Any, where: str, trainer_ranks: int) -> OwnerRule:
-    unknown = sorted(set(table) - {"names", "layers", "ranks"})
+    unknown = sorted(set(table) - {"names", "layers", "ranks", "shard"})
     if unknown:
-        raise InputError(f"{where}: unknown key {unknown[0]!r}; keys are names, layers, ranks", code="RDT107")
+        raise InputError(f"{where}: unknown key {unknown[0]!r}; keys are names, layers, ranks, shard", code="RDT107")
+    shard = table.get("shard")
+    if shard is not None and (type(shard) is not int or shard < 0):
+        raise InputError(f"{where}: shard: expected a dimension, 0 or more, found {shard!r}", code="RDT107")
     names = table.get("names", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
@@ -97,7 +110,10 @@ def _rule(table: Any, where: str, trainer_ranks: int) -> OwnerRule:
     layers = _layers(table["layers"], where) if "layers" in table else None
     if not names and layers is None:
         raise InputError(f"{where}: it matches nothing; give names or layers", code="RDT107")
-    return OwnerRule(tuple(re.compile(translate(n)) for n in names), layers, tuple(sorted(set(ranks))))
+    if shard is not None and len(set(ranks)) < len(ranks):
+        raise InputError(f"{where}: ranks: {ranks} names a rank twice, each holds one piece", code="RDT107")
+    held = tuple(ranks) if shard is not None else tuple(sorted(set(ranks)))
+    return OwnerRule(tuple(re.compile(translate(n)) for n in names), layers, held, shard)
 
 
 def _layers(value: Any, where: str) -> frozenset[int]:
@@ -119,10 +135,51 @@ def resolve_owners(
     everyone = tuple(range(trainer_ranks))
     owners: list[Ints] = []
     for entry in entries:
-        if entry.owners is not None:
+        if entry.pieces:
+            owners.append(tuple(sorted({r for piece in entry.pieces for r in piece.ranks})))
+        elif entry.owners is not None:
             owners.append(tuple(sorted(set(entry.owners))))
         elif rules is None:
             owners.append(everyone)
         else:
-            owners.append(next((rule.ranks for rule in rules if rule.matches(entry.name)), ()))
+            rule = _rule_of(entry, rules)
+            owners.append(tuple(sorted(rule.ranks)) if rule else ())
     return tuple(owners)
+
+
+def resolve_pieces(
+    entries: list[SourceTensor], rules: tuple[OwnerRule, ...] | None, trainer_ranks: int
+) -> tuple[tuple[Piece, ...], ...]:
+    """Pieces of every entry: its own, else those of the first matching rule; none where it is held whole.
+
+    InputError RDT107 names an entry whose pieces do not tile it or are of ranks that do not exist.
+    """
+    found: list[tuple[Piece, ...]] = []
+    for entry in entries:
+        pieces = entry.pieces
+        if not pieces and entry.owners is None and rules is not None:
+            rule = _rule_of(entry, rules)
+            if rule is not None and rule.shard is not None and entry.shape:
+                if rule.shard >= len(entry.shape):
+                    raise InputError(
+                        f"owners: {entry.name!r} has shape {entry.shape}, it cannot be sharded along {rule.shard}",
+                        fix="let an earlier rule match this name",
+                        code="RDT107",
+                    )
+                pieces = chunked(entry.shape, rule.shard, rule.ranks)
+        wrong = untiled(entry.shape, pieces) if pieces else ""
+        outside = [r for piece in pieces for r in piece.ranks if not 0 <= r < trainer_ranks]
+        if outside:
+            wrong = f"rank {outside[0]} does not exist, the trainer has ranks 0 to {trainer_ranks - 1}"
+        if wrong:
+            raise InputError(
+                f"the pieces of {entry.name!r} {entry.shape} are no tiling: {wrong}",
+                fix="give pieces that hold every element once",
+                code="RDT107",
+            )
+        found.append(pieces)
+    return tuple(found) if any(found) else ()
+
+
+def _rule_of(entry: SourceTensor, rules: tuple[OwnerRule, ...]) -> OwnerRule | None:
+    return next((rule for rule in rules if rule.matches(entry.name)), None)

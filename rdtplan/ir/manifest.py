@@ -16,6 +16,20 @@ from rdtplan.ir.dtypes import ITEMSIZE, itemsize
 Ints = tuple[int, ...]
 
 
+@frozen(slots=True, order=True)
+class Piece:
+    """A box of a tensor, and the trainer ranks that hold it."""
+
+    offsets: Ints
+    """First index in every dimension."""
+    sizes: Ints
+    ranks: Ints
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
 @frozen(slots=True)
 class SourceTensor:
     """One manifest entry as inputs give it. `owners` are trainer ranks, None when the entry does not say."""
@@ -24,6 +38,8 @@ class SourceTensor:
     dtype: str
     shape: Ints
     owners: Ints | None = None
+    pieces: tuple[Piece, ...] = ()
+    """Boxes in which the tensor is held; empty: its owners have all of it."""
 
 
 @frozen(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
-from rdtplan.ir.manifest import Ints, Manifest
+from rdtplan.ir.manifest import Ints, Manifest, Piece
 from rdtplan.ir.plan import Chunks, GatherGroup, Keys, Lifetimes, MemoryForecast, ProducerPlan, Provenance, Scatters
 from rdtplan.ir.topology import InferenceTopology, Ownership, TransferSettings
 from rdtplan.ir.traces import RankTrace
@@ -44,6 +44,8 @@ class Draft:
     programs: tuple[ProgramDraft, ...]
     program_of: Ints
     """Worker index in a replica -> index into `programs`."""
+    pieces: tuple[tuple[Piece, ...], ...] = ()
+    """Pieces in which each name is held, none where its owners have all of it; or no column at all."""
     notes: tuple[str, ...] = ()
     groups: tuple[GatherGroup, ...] = ()
     group_of: Ints = ()
