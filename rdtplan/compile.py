@@ -20,6 +20,7 @@ from rdtplan.ir.digests import (
     pair_digests,
 )
 from rdtplan.ir.manifest import Ints, Manifest, Piece, SourceTensor, build_manifest
+from rdtplan.ir.pieces import gathered_nbytes
 from rdtplan.ir.plan import (
     Compiler,
     ConsumerPlan,
@@ -222,6 +223,7 @@ def _seal(draft: Draft, fleet: Fleet, model: ModelIdentity, compiler: Compiler) 
 
 
 def _overview(draft: Draft, consumers: tuple[ConsumerPlan, ...]) -> Overview:
+    assert draft.ownership is not None
     served = [0] * draft.trainer_ranks
     pulls = [0] * draft.trainer_ranks
     for c in consumers:
@@ -238,4 +240,5 @@ def _overview(draft: Draft, consumers: tuple[ConsumerPlan, ...]) -> Overview:
         parameters=tuple(c.program.parameters.held for c in consumers),
         served_nbytes=tuple(served),
         served_pulls=tuple(pulls),
+        gathered_nbytes=gathered_nbytes(draft.manifest, draft.ownership),
     )

@@ -63,10 +63,17 @@ def destination_model(parameters: Parameters) -> torch.nn.Module:
     return root
 
 
+def reference_manifest(scenario: Scenario, plan: FleetPlan) -> Manifest:
+    """Full tensors, numbered as `full_tensor` does; a plan whose trainer holds pieces lists those instead."""
+    sharded = set(plan.manifest.names) != set(scenario.manifest.names)
+    return scenario.manifest if sharded else plan.manifest
+
+
 def expected_parameters(scenario: Scenario, plan: FleetPlan, consumer: int, sync: int) -> dict[str, torch.Tensor]:
     """What stock loaders would have left in every parameter, element by element, as raw element bytes."""
     program = plan.consumers[consumer].program
-    order = {name: k for k, name in enumerate(plan.manifest.names)}
+    manifest = reference_manifest(scenario, plan)
+    order = {name: k for k, name in enumerate(manifest.names)}
     loader = load(scenario.sizes, scenario.manifest, scenario.topology, plan.consumers[consumer].position)
     found: dict[str, torch.Tensor] = {}
     for row, name in enumerate(loader.names):
@@ -77,7 +84,7 @@ def expected_parameters(scenario: Scenario, plan: FleetPlan, consumer: int, sync
                 flat[elements(view)] = value
         for write in loader.writes:
             if write.parameter == row:
-                source = full_tensor(plan.manifest, order[scenario.manifest.names[write.source]], sync).reshape(-1)
+                source = full_tensor(manifest, order[scenario.manifest.names[write.source]], sync).reshape(-1)
                 raw, data = _raw(flat), _raw(source)
                 raw[elements(write.dest_view)] = data[elements(write.source_view)]
         found[name] = flat

@@ -27,15 +27,24 @@ from rdtexec.demo.fleet import Child, children, collect, new_authkey
 from rdtexec.demo.processes import serve_commands
 from rdtexec.plans import check_live_manifest, load_trainer
 from rdtexec.producer import Producer
-from rdtexec.sources import CheckpointSource, LocalModuleSource, ModuleSource, Source, split_experts, strip_wrappers
+from rdtexec.sources import (
+    CheckpointSource,
+    LocalModuleSource,
+    ModuleSource,
+    ShardSource,
+    Source,
+    split_experts,
+    strip_wrappers,
+)
 from rdtplan.compile import assemble
 from rdtplan.errors import InputError, PlanMismatch, RdtError, TransferError
 from rdtplan.inputs.manifests import checkpoint_files, from_weight_source
 from rdtplan.ir.file import write_plan
-from rdtplan.ir.manifest import Ints
+from rdtplan.ir.manifest import Ints, Piece
+from rdtplan.ir.pieces import chunked
 from rdtplan.ir.plan import FleetPlan
 from rdtplan.ir.topology import InferenceTopology, TransferSettings
-from tests.fleet import Holder, Setup, _context, consumer_main, full_tensor
+from tests.fleet import Holder, Setup, _context, consumer_main, full_tensor, reference_manifest
 from tests.plans import COMPILER, MODEL, Scenario, Sizes, traces_of
 
 RANKS_S = 120.0
@@ -551,25 +560,26 @@ SIZES = Sizes(layers=3, dense_layers=1, hidden=6, heads=4, kv_heads=2, head_dim=
 class Trainer:
     """A trainer rank whose weights of sync n are `full_tensor(..., n)`, behind one of the sources."""
 
-    def __init__(self, kind: str, plan: FleetPlan, rank: int, directory: Path) -> None:
+    def __init__(self, kind: str, scenario: Scenario, plan: FleetPlan, rank: int, directory: Path) -> None:
         self.kind, self.rank, self.directory = kind, rank, directory
-        self.manifest = plan.manifest
+        self.manifest = reference_manifest(scenario, plan)
         ranks = plan.ownership.ranks
         mine = {
-            name: full_tensor(plan.manifest, k, 0)
-            for k, name in enumerate(plan.manifest.names)
-            if kind == "fsdp" or rank in plan.ownership.owners(k)
+            name: full_tensor(self.manifest, k, 0)
+            for k, name in enumerate(self.manifest.names)
+            if kind in ("fsdp", "shards") or rank in plan.ownership.owners(k)
         }
         self.source: Source
         if kind == "checkpoint":
             self.source = CheckpointSource(directory / "sync-0", rank=rank, ranks=ranks)
         else:
             self.module = module_of({f"wrapped.{name}": tensor for name, tensor in mine.items()})
-            if kind == "fsdp":
+            if kind in ("fsdp", "shards"):
                 for layer in self.module.wrapped.model.layers.children():  # type: ignore[union-attr]
                     fully_shard(layer)
                 fully_shard(self.module)
-                self.source = ModuleSource(self.module, rename=self.rename)
+                make = ModuleSource if kind == "fsdp" else ShardSource
+                self.source = make(self.module, rename=self.rename)
             else:
                 self.source = LocalModuleSource(self.module, rename=self.rename)
 
@@ -598,7 +608,7 @@ def trainer_main(pipe: Connection, setup: Setup, rank: int, kind: str, store: st
     ranks = setup.plan.ownership.ranks
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     plan = load_trainer(setup.path, rank)
-    trainer = Trainer(kind, setup.plan, rank, Path(setup.path).parent)
+    trainer = Trainer(kind, setup.scenario, setup.plan, rank, Path(setup.path).parent)
     live: list[Producer] = []
 
     def start(_: Any) -> Any:
@@ -620,9 +630,13 @@ def trainer_main(pipe: Connection, setup: Setup, rank: int, kind: str, store: st
     dist.destroy_process_group()
 
 
-def owned_plan(scenario: Scenario, owners: tuple[Ints, ...]) -> FleetPlan:
+def owned_plan(scenario: Scenario, owners: tuple[Ints, ...], kind: str) -> FleetPlan:
     traces, trace_of, _ = traces_of(scenario)
-    return assemble(scenario.manifest, owners, traces, trace_of, scenario.fleet, MODEL, COMPILER)
+    pieces: tuple[tuple[Piece, ...], ...] = ()
+    if kind == "shards":
+        shapes = [scenario.manifest.shape(k) for k in range(len(scenario.manifest))]
+        pieces = tuple(chunked(shape, 0, range(scenario.trainer_ranks)) for shape in shapes)
+    return assemble(scenario.manifest, owners, traces, trace_of, scenario.fleet, MODEL, COMPILER, pieces=pieces)
 
 
 @contextlib.contextmanager
@@ -630,7 +644,7 @@ def fleet(
     kind: str, scenario: Scenario, owners: tuple[Ints, ...], directory: Path, transport: str
 ) -> Iterator[tuple[list[Child], list[Child]]]:
     """(trainer ranks, workers), started and not connected."""
-    plan = owned_plan(scenario, owners)
+    plan = owned_plan(scenario, owners, kind)
     path = directory / "fleet.plan"
     write_plan(plan, path)
     setup = Setup(scenario, plan, str(path), transport, new_authkey(), 30.0, None)
@@ -675,6 +689,20 @@ def test_syncs_from_an_fsdp_trainer(tmp_path: Path, ranks: int, transport: str) 
         seed=3,
     )
     with fleet("fsdp", scenario, scenario.owners, tmp_path, transport) as (trainers, workers):
+        run_syncs(trainers, workers, 3)
+
+
+@pytest.mark.parametrize("transport", ["local", "nixl"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_syncs_from_shards_as_they_are(tmp_path: Path, ranks: int, transport: str) -> None:
+    """FSDP2 rows with an uneven tail, or none: each rank serves its own, no tensor is gathered."""
+    scenario = Scenario(
+        sizes=SIZES,
+        topology=InferenceTopology(tensor_parallel=2, expert_parallel=True),
+        settings=TransferSettings(gather_lookahead=0, max_chunk_bytes=200),
+        trainer_ranks=ranks,
+    )
+    with fleet("shards", scenario, scenario.owners, tmp_path, transport) as (trainers, workers):
         run_syncs(trainers, workers, 3)
 
 

@@ -108,7 +108,7 @@ def test_trainers_of_every_layout(tmp_path: Path) -> None:
     with server(checkpoints["A"], *options, environment=environment) as running:
         expected["A"] = running.completions()
         assert expected["A"] != expected["B"]
-        for name, world in (("whole", 1), ("fsdp", 2), ("stages", 2), ("fsdp", 4), ("experts", 4)):
+        for name, world in (("whole", 1), ("fsdp", 2), ("stages", 2), ("shards", 4), ("experts", 4), ("fsdp", 4)):
             order = Order(
                 layout=name,
                 world=world,

@@ -30,7 +30,7 @@ class Order:
     """What a trainer does: for each transport, connect and send checkpoints in turn."""
 
     layout: str
-    """`whole`, `fsdp`, `stages` or `experts`."""
+    """`whole`, `fsdp`, `shards` (FSDP that gathers nothing), `stages` or `experts`."""
     world: int
     store: str
     """File through which the ranks find each other."""
@@ -103,17 +103,17 @@ def run(order: Order, rank: int) -> Iterator[str]:
     from torch.distributed.fsdp import fully_shard
     from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 
-    from rdtexec.sources import LocalModuleSource, ModuleSource
+    from rdtexec.sources import LocalModuleSource, ModuleSource, ShardSource
     from rdtexec.vllm.clients import ReplicaClient
     from rdtexec.vllm.trainer import RdtExecTrainer, RdtExecTrainerInitInfo
     from tests.vllm_server import completions, post
 
     weights = load_file(f"{order.checkpoints['A']}/model.safetensors")
     module = module_of(names_of_rank(order.layout, list(weights), rank, order.world), weights)
-    if order.layout == "fsdp":
+    if order.layout in ("fsdp", "shards"):
         fully_shard(module)
-    local = order.layout in ("stages", "experts")
-    source = LocalModuleSource(module) if local else ModuleSource(module)
+    make = {"shards": ShardSource, "stages": LocalModuleSource, "experts": LocalModuleSource}
+    source: Any = make.get(order.layout, ModuleSource)(module)
     for transport in order.transports:
         if transport == "ray_rdt":
             import ray

@@ -9,6 +9,7 @@ from rdtexec.sources.base import ParamMeta, Source
 from rdtexec.sources.checkpoint import CheckpointSource
 from rdtexec.sources.module import LocalModuleSource, ModuleSource
 from rdtexec.sources.names import split_experts, strip_wrappers
+from rdtexec.sources.shards import ShardSource
 
 __all__ = [
     "ParamMeta",
@@ -16,6 +17,7 @@ __all__ = [
     "ModuleSource",
     "LocalModuleSource",
     "CheckpointSource",
+    "ShardSource",
     "strip_wrappers",
     "split_experts",
 ]

@@ -14,6 +14,7 @@ import torch
 from attrs import frozen
 
 from rdtplan.errors import InputError, TransferError
+from rdtplan.ir.manifest import Piece
 
 
 @frozen
@@ -27,6 +28,8 @@ class ParamMeta:
     """Of the full tensor."""
     owners: tuple[int, ...] | None = None
     """Trainer ranks that hold it; None: all of them."""
+    pieces: tuple[Piece, ...] = ()
+    """Boxes in which ranks hold it; empty: its owners have all of it."""
     placements: None = None
     """vLLM 0.33 asks how a weight is laid out over its owners: here every owner gives all of it."""
 

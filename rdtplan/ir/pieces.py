@@ -6,13 +6,15 @@ rank publishes for it is the shard that it holds, as it is. Nothing is gathered.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from math import prod
 
 from attrs import frozen
 
-from rdtplan.ir.manifest import Ints, Piece
+from rdtplan.ir.manifest import Ints, Manifest, Piece
 from rdtplan.ir.regions import Region, canonical, contiguous_stride, digits, refine
+from rdtplan.ir.topology import Ownership
 
 
 def piece_name(name: str, shape: Ints, piece: Piece) -> str:
@@ -32,6 +34,23 @@ def piece_name(name: str, shape: Ints, piece: Piece) -> str:
     while cuts[-1] == ":":
         cuts.pop()
     return f"{name}[{','.join(cuts)}]"
+
+
+_PIECE = re.compile(r"\[[\d:,]+\]\Z", re.ASCII)
+
+
+def gathered_nbytes(manifest: Manifest, ownership: Ownership) -> Ints:
+    """Bytes that each trainer rank receives from others before it can publish: of names owned whole by several ranks.
+
+    They are taken to hold it in equal parts, as FSDP does. A piece is published as it is held, by however many.
+    """
+    found = [0] * ownership.ranks
+    for name, cls, nbytes in zip(manifest.names, ownership.class_of, manifest.nbytes_column(), strict=True):
+        owners = ownership.classes[cls]
+        if len(owners) > 1 and not _PIECE.search(name):
+            for rank in owners:
+                found[rank] += nbytes - nbytes // len(owners)
+    return tuple(found)
 
 
 def chunked(shape: Ints, dim: int, ranks: Sequence[int]) -> tuple[Piece, ...]:

@@ -255,6 +255,9 @@ class Overview:
     served_nbytes: Ints
     """Packed bytes, a producer."""
     served_pulls: Ints
+    gathered_nbytes: Ints
+    """Bytes that each trainer rank receives from others to put names together which several ranks own as a whole and,
+    as FSDP does, hold in equal parts; 0 where it serves the pieces that it holds."""
 
 
 @frozen(slots=True)

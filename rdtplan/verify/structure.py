@@ -25,6 +25,7 @@ from rdtplan.ir.digests import (
 )
 from rdtplan.ir.dtypes import ITEMSIZE
 from rdtplan.ir.manifest import Ints, Manifest
+from rdtplan.ir.pieces import gathered_nbytes
 from rdtplan.ir.plan import (
     ALIGNMENT,
     ConsumerPlan,
@@ -560,6 +561,7 @@ def _overview(plan: FleetPlan) -> Overview:
         parameters=tuple(p.parameters.held for p in programs),
         served_nbytes=tuple(served),
         served_pulls=tuple(pulls),
+        gathered_nbytes=gathered_nbytes(plan.manifest, plan.ownership),
     )
 
 
