@@ -419,7 +419,8 @@ def check_fleet(plan: FleetPlan) -> list[Finding]:
         findings += routed or check_consumer_digest(consumer)
     c.that(plan.identity == fleet_identity(plan), "identity", "it is not the digest of what decides the plan")
     n, ranks = ownership.ranks, [p.rank for p in plan.producers]
-    if not c.that(ranks == list(range(n)), "producers", f"plans of ranks {ranks} for {n} trainer ranks"):
+    in_order = len(ranks) == n and ranks == list(range(n))
+    if not c.that(in_order, "producers", f"plans of ranks {ranks} for {n} trainer ranks"):
         return findings + c.findings
     for producer in plan.producers:
         findings += check_producer(producer, plan.consumers, len(plan.consumers), manifest, ownership, groups)
