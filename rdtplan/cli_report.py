@@ -228,4 +228,33 @@ def simulate(plan: Path, actual: Path | None, actual_sync: int | None, as_json: 
     show_json(to_json(found, records)) if as_json else show(render(found, terminal_width(), records))
 
 
-COMMANDS = (inspect, mem, explain, diff, simulate)
+@click.command()
+@PLAN
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="HTML file to write.")
+@cost_options
+def report(plan: Path, output: Path, **costs: Any) -> None:
+    """Write PLAN as one self-contained HTML page: fleet, load, memory, timeline, weights, findings."""
+    from rdtplan.report import page
+    from rdtplan.report.explain import explain as explain_names
+    from rdtplan.report.inspect import summarize
+    from rdtplan.report.memory import forecast
+    from rdtplan.verify import verify_fleet
+
+    with open_plan(plan) as file:
+        findings = verify_fleet(file.fleet())
+        data = page.page_data(
+            file,
+            summarize(file),
+            forecast(file),
+            run_simulation(file, **costs),
+            explain_names(file, "*"),
+            findings,
+        )
+    try:
+        output.write_text(page.render_page(data), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {output}: {error.strerror}", code="RDT108") from None
+    click.echo(f"{output}: {output.stat().st_size:,} bytes, {len(data['weights'])} forms of weights")
+
+
+COMMANDS = (inspect, mem, explain, diff, simulate, report)
