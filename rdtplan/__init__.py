@@ -1,4 +1,138 @@
-"""rdtplan: compile, inspect and verify weight-transfer plans for vLLM. Importing it costs nothing; torch is not
-needed."""
+"""rdtplan: compile, inspect and verify weight-transfer plans for vLLM.
+
+    import rdtplan
+
+    plan = rdtplan.compile("Qwen3-235B-A22B", "checkpoint/", tensor_parallel=8, trainer_ranks=8)
+    rdtplan.save(plan, "fleet.plan")
+    print(rdtplan.diff("before.plan", plan).cause)
+
+Importing it costs nothing. Only `compile` needs vLLM and torch; see docs/api.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rdtplan.inputs.owners import OwnerRule
+    from rdtplan.ir.manifest import SourceTensor
+    from rdtplan.ir.plan import FleetPlan, Waiver
+    from rdtplan.ir.topology import TransferSettings
+    from rdtplan.ir.view import PlanView
+    from rdtplan.report.compare import PlanDiff
+    from rdtplan.verify.findings import Finding
 
 __version__ = "0.1.0"
+__all__ = ["check", "compile", "diff", "load", "save"]
+
+Path = str | os.PathLike[str]
+
+
+def load(path: Path) -> FleetPlan:
+    """Read a whole plan file. Every seal is checked; `check` finds what is wrong with what the plan says.
+
+    PlanFormatError when the file is missing, damaged or of another major version. For one worker's part of a large
+    plan, use `rdtplan.ir.file.PlanFile`, which reads nothing else.
+    """
+    from rdtplan.ir.file import PlanFile
+
+    with PlanFile(path) as file:
+        return file.fleet()
+
+
+def save(plan: FleetPlan, path: Path) -> str:
+    """Write a plan file, all or nothing, and return the fleet digest (hexadecimal SHA-256).
+
+    The same plan gives the same bytes on every machine. PlanFormatError RDT407 when it cannot be written.
+    """
+    from rdtplan.ir.file import write_plan
+
+    return write_plan(plan, path)
+
+
+def check(plan: FleetPlan | Path) -> list[Finding]:
+    """Everything that is wrong with a plan: digests, structure, completeness. Empty for a sound plan.
+
+    Findings that the plan's waivers accept are among them; `rdtplan.verify.waived` tells.
+    """
+    from rdtplan.ir.plan import FleetPlan
+    from rdtplan.verify import verify_fleet
+
+    return verify_fleet(plan if isinstance(plan, FleetPlan) else load(plan))
+
+
+def diff(before: FleetPlan | Path, after: FleetPlan | Path) -> PlanDiff:
+    """Compare two plans, given as files or objects: causes, figures of the fleet, and effects on families of names.
+
+    `PlanDiff.same` is equality of identities: the same bytes go to the same places under the same settings.
+    """
+    from contextlib import ExitStack
+
+    from rdtplan.ir.file import PlanFile
+    from rdtplan.ir.plan import FleetPlan
+    from rdtplan.ir.view import PlanInMemory
+    from rdtplan.report.compare import compare
+
+    with ExitStack() as files:
+
+        def view(plan: FleetPlan | Path) -> PlanView:
+            return PlanInMemory(plan) if isinstance(plan, FleetPlan) else files.enter_context(PlanFile(plan))
+
+        return compare(view(before), view(after))
+
+
+def compile(
+    config_dir: Path,
+    manifest: Path | Iterable[SourceTensor] | None = None,
+    *,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    data_parallel: int = 1,
+    expert_parallel: bool = False,
+    replicas: int = 1,
+    trainer_ranks: int = 1,
+    owners: Path | Sequence[OwnerRule] | None = None,
+    settings: TransferSettings | None = None,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    target: str = "cpu",
+    waivers: Sequence[Waiver] = (),
+    jobs: int | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> FleetPlan:
+    """Compile the plan of a fleet from a Hugging Face config directory, offline. Needs vLLM and torch, no GPU.
+
+    `manifest` is a checkpoint directory, a safetensors file or index, a JSON manifest, or source tensors; without it
+    the names come from the config. `owners` is an owners file or its rules; without it every trainer rank holds
+    everything. The sizes are those of one engine, of which there are `replicas`. `jobs` tracing processes run at once;
+    `progress(stage, done, total)` is called as it goes on.
+
+    InputError, TraceError or PlanError when there is no such plan; a plan that is returned is complete.
+    """
+    from rdtplan.compiler import Fleet, compile_plan
+    from rdtplan.inputs.manifests import read_manifest
+    from rdtplan.inputs.owners import read_owner_rules
+    from rdtplan.ir.topology import InferenceTopology, TransferSettings
+
+    if manifest is None:
+        from rdtplan.inputs.config_manifest import manifest_from_config
+
+        entries = manifest_from_config(config_dir)
+    elif isinstance(manifest, str | os.PathLike):
+        entries = read_manifest(manifest)
+    else:
+        entries = list(manifest)
+    rules = read_owner_rules(owners, trainer_ranks) if isinstance(owners, str | os.PathLike) else owners
+    fleet = Fleet(
+        topology=InferenceTopology(tensor_parallel, pipeline_parallel, data_parallel, expert_parallel, replicas),
+        trainer_ranks=trainer_ranks,
+        owner_rules=None if rules is None else tuple(rules),
+        settings=settings or TransferSettings(),
+        target=target,
+        waivers=tuple(waivers),
+    )
+    return compile_plan(
+        config_dir, entries, fleet, dtype=dtype, quantization=quantization, jobs=jobs, progress=progress
+    )

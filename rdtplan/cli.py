@@ -67,7 +67,7 @@ def main() -> None:
 def compile(config_dir: Path, manifest_path: Path | None, output: Path, **options: Any) -> None:
     """Compile the fleet plan of the model in CONFIG_DIR. Needs vLLM, no GPU."""
     _require("compiling a plan", "torch", "vllm")
-    from rdtplan.compile import Fleet, compile_plan
+    from rdtplan.compiler import Fleet, compile_plan
     from rdtplan.inputs.manifests import read_manifest
     from rdtplan.inputs.owners import read_owner_rules
     from rdtplan.ir.file import write_plan

@@ -5,11 +5,12 @@ Exit codes: 0 success, 1 an error; `diff` exits 0 when the plans are the same, 2
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,24 @@ def terminal_width() -> int:
     return max(20, shutil.get_terminal_size().columns)
 
 
+@contextlib.contextmanager
+def open_plan(path: Path) -> Iterator[Any]:
+    """A plan to look at. Reports trust the tables; where that fails, the plan is verified and its first finding told.
+
+    A failure on a plan that is sound is a bug and passes through.
+    """
+    from rdtplan.ir.file import PlanFile
+
+    with PlanFile(path) as file:
+        try:
+            yield file
+        except (LookupError, ValueError, ArithmeticError, TypeError, AssertionError, MemoryError):
+            from rdtplan.verify import refuse, verify_fleet
+
+            refuse(verify_fleet(file.fleet()))
+            raise
+
+
 @click.command()
 @PLAN
 @click.option("--worker", type=int, metavar="ID", help="One worker: what it pulls, from whom, in which order.")
@@ -52,7 +71,6 @@ def inspect(
     plan: Path, worker: int | None, producer: int | None, group: str | None, chunk: int | None, as_json: bool
 ) -> None:
     """Show what PLAN will move, from whom to whom, and the memory it takes."""
-    from rdtplan.ir.file import PlanFile
     from rdtplan.report import drill
     from rdtplan.report import inspect as overview
 
@@ -61,7 +79,7 @@ def inspect(
         both = " and ".join([*(["--worker"] if worker is not None else []), *asked])
         raise InputError(f"{both} do not go together: inspect shows one thing at a time", code="RDT108")
     render: Any
-    with PlanFile(plan) as file:
+    with open_plan(plan) as file:
         if chunk is not None:
             data, render = drill.chunk(file, worker or 0, chunk), drill.render_chunk
         elif worker is not None:
@@ -80,10 +98,9 @@ def inspect(
 @AS_JSON
 def mem(plan: Path, as_json: bool) -> None:
     """Predict the peak memory of every worker and trainer rank, by part."""
-    from rdtplan.ir.file import PlanFile
     from rdtplan.report.memory import forecast, render_forecast
 
-    with PlanFile(plan) as file:
+    with open_plan(plan) as file:
         data = forecast(file)
     show_json(data) if as_json else show(render_forecast(data, terminal_width()))
 
@@ -95,10 +112,9 @@ def mem(plan: Path, as_json: bool) -> None:
 @AS_JSON
 def explain(plan: Path, name: str, parameters: bool, as_json: bool) -> None:
     """Follow one weight of PLAN from its owners to its place on every worker, or back from a vLLM parameter."""
-    from rdtplan.ir.file import PlanFile
     from rdtplan.report import explain as report
 
-    with PlanFile(plan) as file:
+    with open_plan(plan) as file:
         found = report.explain(file, name, parameters=parameters)
     show_json(report.as_json(found)) if as_json else show(report.render(found, terminal_width()))
 
@@ -123,11 +139,10 @@ def diff(before: Path, after: Path, as_json: bool) -> None:
 
     Exits 0 when both have the same identity, 2 when they differ, 1 on an error.
     """
-    from rdtplan.ir.file import PlanFile
     from rdtplan.report import diff as report
     from rdtplan.report.compare import compare
 
-    with PlanFile(before) as a, PlanFile(after) as b:
+    with open_plan(before) as a, open_plan(after) as b:
         found = compare(a, b)
     show_json(report.as_json(found)) if as_json else show(report.render(found, terminal_width()))
     sys.exit(0 if found.same else 2)
@@ -204,14 +219,42 @@ def run_simulation(
 @AS_JSON
 def simulate(plan: Path, actual: Path | None, actual_sync: int | None, as_json: bool, **costs: Any) -> None:
     """Predict one sync of PLAN on a virtual clock, and name its bottleneck."""
-    from rdtplan.ir.file import PlanFile
     from rdtplan.report.timeline import as_json as to_json
     from rdtplan.report.timeline import read_run, render
 
     records = read_run(actual, actual_sync) if actual else None
-    with PlanFile(plan) as file:
+    with open_plan(plan) as file:
         found = run_simulation(file, **costs)
     show_json(to_json(found, records)) if as_json else show(render(found, terminal_width(), records))
 
 
-COMMANDS = (inspect, mem, explain, diff, simulate)
+@click.command()
+@PLAN
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="HTML file to write.")
+@cost_options
+def report(plan: Path, output: Path, **costs: Any) -> None:
+    """Write PLAN as one self-contained HTML page: fleet, load, memory, timeline, weights, findings."""
+    from rdtplan.report import page
+    from rdtplan.report.explain import explain as explain_names
+    from rdtplan.report.inspect import summarize
+    from rdtplan.report.memory import forecast
+    from rdtplan.verify import verify_fleet
+
+    with open_plan(plan) as file:
+        findings = verify_fleet(file.fleet())
+        data = page.page_data(
+            file,
+            summarize(file),
+            forecast(file),
+            run_simulation(file, **costs),
+            explain_names(file, "*"),
+            findings,
+        )
+    try:
+        output.write_text(page.render_page(data), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {output}: {error.strerror}", code="RDT108") from None
+    click.echo(f"{output}: {output.stat().st_size:,} bytes, {len(data['weights'])} forms of weights")
+
+
+COMMANDS = (inspect, mem, explain, diff, simulate, report)

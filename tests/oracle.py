@@ -18,7 +18,7 @@ from attrs import frozen
 
 from rdtexec.destination import Destination
 from rdtexec.plans import chunk_keys
-from rdtplan.compile import Fleet, assemble
+from rdtplan.compiler import Fleet, assemble
 from rdtplan.inputs.manifests import from_json
 from rdtplan.ir.manifest import Manifest, SourceTensor, build_manifest
 from rdtplan.ir.plan import Compiler, FleetPlan, ModelIdentity, Program

@@ -17,7 +17,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 from hypothesis import strategies as st
 
-from rdtplan.compile import Fleet, assemble
+from rdtplan.compiler import Fleet, assemble
 from rdtplan.ir.manifest import Ints, Manifest, SourceTensor, build_manifest
 from rdtplan.ir.plan import Compiler, FleetPlan, ModelIdentity
 from rdtplan.ir.regions import Region, canonical, contiguous_stride

@@ -203,7 +203,7 @@ def test_plan_modules_import_no_torch() -> None:
         "import rdtplan.ir, rdtplan.passes, rdtplan.verify, rdtplan.inputs, rdtplan.report\n"
         "for p in (rdtplan.ir, rdtplan.passes, rdtplan.verify, rdtplan.inputs, rdtplan.report):\n"
         "    for m in pkgutil.iter_modules(p.__path__): importlib.import_module(p.__name__ + '.' + m.name)\n"
-        "import rdtplan.compile, rdtplan.cli, rdtplan.codes\n"
+        "import rdtplan.compiler, rdtplan.cli, rdtplan.codes\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'vllm', 'ray', 'nixl', 'rdtexec')])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

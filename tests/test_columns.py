@@ -224,3 +224,17 @@ def collect(cls: Any, found: set[type]) -> None:
             collect(a.type, found)
     for inner in getattr(cls, "__args__", ()):
         collect(inner, found)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_table_entry_that_nothing_uses_is_refused(tmp_path: Path) -> None:
+    """There is one spelling of a dictionary column; another would be another file of the same plan."""
+    data = encode(make_plan(Scenario(topology=InferenceTopology(2))))[0]
+
+    def edit(seal: Any, parts: Any) -> None:
+        column = parts[part_index(seal, "keys")]["region"]
+        column["of"].append(column["of"][0])
+
+    forge(data, tmp_path / "p", edit)
+    with pytest.raises(PlanFormatError), PlanFile(tmp_path / "p") as file:
+        file.fleet()

@@ -14,7 +14,7 @@ from attrs import evolve
 from oracle import WAYS, Rank, Sources, Way, compare, corpus_manifest, planned_load, stock_load
 
 from rdtexec.plans import chunk_scatters
-from rdtplan.compile import Fleet, compile_plan
+from rdtplan.compiler import Fleet, compile_plan
 from rdtplan.inputs.owners import OwnerRule
 from rdtplan.ir.manifest import SourceTensor, build_manifest
 from rdtplan.ir.plan import FleetPlan, Program, Waiver

@@ -805,6 +805,7 @@ def test_a_worker_finds_what_is_impossible_in_its_own_plan(plan: FleetPlan, faul
 def test_inner_digests_are_checked(plan: FleetPlan, field: str) -> None:
     (finding,) = verify_fleet(evolve(plan, **{field: "0" * 64}))
     assert finding.code == "RDT330" and finding.names == (field,)
+    assert "it says '0000000000000000'" in finding.sentence and getattr(plan, field)[:16] in finding.sentence
 
 
 def test_inner_digests_of_a_worker_are_checked(plan: FleetPlan) -> None:
@@ -815,6 +816,8 @@ def test_inner_digests_of_a_worker_are_checked(plan: FleetPlan) -> None:
     forged = evolve(c, routing=evolve(c.routing, pair_digests=pairs))
     (finding,) = verify_fleet(evolve(plan, consumers=(forged, *plan.consumers[1:])))
     assert finding.names == ("routing.pair_digests",)
+    rank, digest = c.routing.pair_digests[0]
+    assert f"'0000000000000000' for producer {rank}" in finding.sentence and digest[:16] in finding.sentence
 
 
 def test_a_sound_plan_has_no_findings(plan: FleetPlan) -> None:

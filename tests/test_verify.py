@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import COMPILER, MODEL, Loader, Scenario, View, elements, make_plan, scenarios, traces_of
 
-from rdtplan.compile import Fleet, assemble
+from rdtplan.compiler import Fleet, assemble
 from rdtplan.errors import PlanError
 from rdtplan.ir.manifest import SourceTensor, build_manifest
 from rdtplan.ir.plan import FleetPlan, Scatters, Waiver

@@ -14,7 +14,7 @@ from rich.console import Console
 from rdtexec.demo.checkpoint import OWNERS, write_checkpoint
 from rdtexec.demo.fleet import Child, children, collect, context, new_authkey
 from rdtexec.demo.processes import WorkerSpec, consumer_main, producer_main
-from rdtplan.compile import Fleet, compile_plan
+from rdtplan.compiler import Fleet, compile_plan
 from rdtplan.errors import TransferError
 from rdtplan.inputs.manifests import read_manifest
 from rdtplan.inputs.owners import read_owner_rules

@@ -126,6 +126,6 @@ def look_up(codes: Ints, table: Any, item: type) -> tuple[Any, ...]:
     """Values of a dictionary column. TypeError when a code is outside the table or the table holds other things."""
     if type(table) is not list or not set(map(type, table)) <= {item}:
         raise TypeError(f"of: expected an array of {item.__name__}, found {str(table)[:60]!r}")
-    if codes and not (min(codes) >= 0 and max(codes) < len(table)):
-        raise TypeError(f"of: codes {min(codes)} to {max(codes)} for a table of {len(table)}")
+    if min(codes, default=0) < 0 or max(codes, default=-1) + 1 != len(table):
+        raise TypeError(f"of: codes {min(codes, default=0)} to {max(codes, default=-1)} for a table of {len(table)}")
     return tuple(map(table.__getitem__, codes))

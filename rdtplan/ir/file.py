@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -38,6 +39,12 @@ ENTRIES_PER_BYTE = 16
 FREE_ENTRIES = 1 << 22
 """Column entries that any file may expand to, however small."""
 RECOMPILE = "compile the plan again, or fetch an undamaged copy"
+
+
+Migration = Callable[[str, Any], Any]
+"""(`plan`, or the kind of a part; its JSON value in one major version) -> the value in the next major version."""
+MIGRATIONS: dict[int, Migration] = {}
+"""By the major version that a migration reads. docs/plan-format.md says how one is written."""
 
 
 def _field_digests(value: Any) -> dict[str, str]:
@@ -149,7 +156,7 @@ class PlanFile:
                 fix="name the file that `rdtplan compile -o` wrote",
                 code="RDT402",
             )
-        _check_version(self.path, seal.get("format"))
+        self._migrations = _migrations(self.path, seal.get("format"))
         if not line.endswith(b"\n"):
             raise PlanFormatError(
                 f"{self.path} is truncated: the seal ({len(line):,} bytes) has no end of line",
@@ -174,7 +181,7 @@ class PlanFile:
                 code="RDT405",
             )
         self.digest: str = actual
-        self.root: dict[str, Any] = self._sealed(seal, "plan", dict)
+        self.root: dict[str, Any] = self._migrate("plan", self._sealed(seal, "plan", dict))
         self.entries: list[dict[str, Any]] = self._sealed(seal, "parts", list)
         at = len(line)
         self._offsets: list[int] = []
@@ -194,6 +201,11 @@ class PlanFile:
             raise PlanFormatError(
                 f"{self.path}: {size - at:,} bytes follow the last part", fix=RECOMPILE, code="RDT405"
             )
+
+    def _migrate(self, kind: str, plain: Any) -> Any:
+        for migration in self._migrations:
+            plain = migration(kind, plain)
+        return plain
 
     def _sealed(self, seal: dict[str, Any], name: str, expected: type[T]) -> T:
         value = seal.get(name)
@@ -248,7 +260,7 @@ class PlanFile:
             )
         key = (index, t)
         if key not in self._parts:
-            plain = _parse(self.part_bytes(index), f"{self.path}: part {index}")
+            plain = self._read(index)
             if t is Packed:
                 self._spend(plain.get("length") if type(plain) is dict else 0, index)
             self._parts[key] = self._structure(plain, t, f"part {index} ({self.entries[index].get('kind')})")
@@ -345,8 +357,13 @@ class PlanFile:
             return None
         key = (index, None)
         if key not in self._parts:
-            self._parts[key] = _parse(self.part_bytes(index), f"{self.path}: part {index}")
+            self._parts[key] = self._read(index)
         return self._parts[key]
+
+    def _read(self, index: int) -> Any:
+        """A verified part as JSON has it, in the present major version."""
+        plain = _parse(self.part_bytes(index), f"{self.path}: part {index}")
+        return self._migrate(str(self.entries[index].get("kind")), plain)
 
     def producer(self, rank: int) -> ProducerPlan:
         """One trainer rank's plan."""
@@ -376,15 +393,21 @@ def _parse(line: bytes, where: str) -> Any:
         ) from None
 
 
-def _check_version(path: Path, version: Any) -> None:
-    supported = FORMAT.split(".")[0]
-    major = version.split(".")[0] if isinstance(version, str) else None
-    if major != supported:
+def _migrations(path: Path, version: Any) -> list[Migration]:
+    """What brings a file of this version to the present one; nothing for the same major version."""
+    supported = int(FORMAT.split(".")[0])
+    text = version.split(".")[0] if isinstance(version, str) else ""
+    major = int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else -1
+    if major == supported:
+        return []
+    steps = range(major, supported)
+    if not steps or any(step not in MIGRATIONS for step in steps):
         raise PlanFormatError(
             f"{path}: format {version!r} is not readable: this rdtplan reads {supported}.x",
             fix="use the rdtplan that wrote it, or compile the plan again with this one",
             code="RDT408",
         )
+    return [MIGRATIONS[step] for step in steps]
 
 
 def _edited_field(value: Any, digests: Any, path: str) -> str:

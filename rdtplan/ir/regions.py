@@ -249,9 +249,11 @@ class Coverage:
 def cover(extent: Region, regions: Iterable[Region]) -> Coverage:
     """Do `regions` hold every element of `extent` exactly once? Offsets in the answer are storage elements.
 
-    Proved by a sweep over contiguous runs: a row shard costs one interval, a column shard one interval a row.
+    Proved by a sweep over contiguous runs: a row shard costs one interval, a column shard one interval a row. See
+    `run_count` for what that takes.
     """
-    items = [r for r in regions if r.numel]
+    items = [unordered(r) for r in regions if r.numel]
+    extent = unordered(extent)
     wanted, _ = _merge(runs(extent)) if extent.numel else ([], None)
     lo, hi = (wanted[0][0], wanted[-1][1]) if wanted else (0, 0)
     held, first_overlap = _merge(run for r in items for run in runs(r))
@@ -274,6 +276,24 @@ def cover(extent: Region, regions: Iterable[Region]) -> Coverage:
             first_gap = first_gap or (at, end)
             at = end
     return Coverage(first_gap, first_overlap, next((span(r) for r in items if leaves(r)), None), missing)
+
+
+def unordered(region: Region) -> Region:
+    """The same elements in the order of the storage, which is that of the fewest runs.
+
+    >>> unordered(Region((3, 4), (1, 3), 0))
+    Region(shape=(12,), stride=(1,), offset=0)
+    """
+    dims = sorted(zip(region.stride, region.shape, strict=True), reverse=True)
+    return canonical((n for _, n in dims), (s for s, _ in dims), region.offset)
+
+
+def run_count(region: Region) -> int:
+    """Contiguous runs that a proof about `region` looks at one by one."""
+    if not region.numel:
+        return 0
+    flat = unordered(region)
+    return prod(flat.shape[:-1]) if flat.shape and flat.stride[-1] == 1 else flat.numel
 
 
 def _merge(ranges: Iterable[tuple[int, int]]) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:

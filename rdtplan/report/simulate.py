@@ -149,7 +149,7 @@ class _World:
         self.owners = _owners_of_groups(ownership.classes, ownership.class_of, self.groups)
         plans = {c: plan.consumer(c) for c in range(topology.workers)}
         self.consumers = [_Consumer(self, p) for p in plans.values()]
-        self.producers = [_Producer(self, r, plans) for r in range(ownership.ranks)]
+        self.producers = [_Producer(self, plan.producer(r).rank, plans) for r in range(ownership.ranks)]
         self.flows: list[_Flow] = []
         self._flows_changed = False
         self._advanced = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rdtplan.ir.plan import FleetPlan
-from rdtplan.verify.coverage import Prover, check_destinations, check_sources
+from rdtplan.verify.coverage import Prover, TooScattered, check_destinations, check_sources
 from rdtplan.verify.findings import Finding, refuse, waived
 from rdtplan.verify.structure import check_fleet, check_worker
 
@@ -15,10 +15,17 @@ def verify_fleet(plan: FleetPlan) -> list[Finding]:
     findings = check_fleet(plan)
     if findings:
         return findings
+    try:
+        return _check_coverage(plan)
+    except TooScattered as error:
+        return [Finding("RDT330", f"plan: its writes and reads lie in {error}", ("regions",))]
+
+
+def _check_coverage(plan: FleetPlan) -> list[Finding]:
+    findings: list[Finding] = []
     prover = Prover()
     programs = {id(c.program): c for c in plan.consumers}
     for consumer in programs.values():
         where = f"worker {consumer.consumer_id} ({consumer.position})"
         findings += check_destinations(consumer.program, prover, where)
-    findings += check_sources(plan.manifest, [c.program for c in programs.values()], prover)
-    return findings
+    return findings + check_sources(plan.manifest, [c.program for c in programs.values()], prover)

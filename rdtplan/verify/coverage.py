@@ -11,20 +11,34 @@ from collections.abc import Sequence
 from rdtplan.ir.dtypes import itemsize
 from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.plan import Program
-from rdtplan.ir.regions import Coverage, Region, canonical, contiguous_stride, cover
+from rdtplan.ir.regions import Coverage, Region, canonical, contiguous_stride, cover, run_count
 from rdtplan.verify.findings import Finding
+
+MAX_RUNS = 1 << 24
+"""Contiguous runs in one question. A fused expert weight of 128 experts, cut by columns for TP8, has 4 million."""
+MAX_RUNS_TOGETHER = 1 << 26
+"""Contiguous runs in all questions about one plan, repeated questions counted once."""
+
+
+class TooScattered(Exception):
+    """A question that no loader gives rise to, and that would take all time or memory to answer."""
 
 
 class Prover:
-    """Answers coverage questions and remembers them."""
+    """Answers coverage questions and remembers them. Raises TooScattered when they ask for too much."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Region, tuple[Region, ...]], Coverage] = {}
+        self._runs = 0
 
     def cover(self, extent: Region, regions: tuple[Region, ...]) -> Coverage:
         key = (extent, regions)
         found = self._known.get(key)
         if found is None:
+            runs = run_count(extent) + sum(map(run_count, regions))
+            self._runs += runs
+            if runs > MAX_RUNS or self._runs > MAX_RUNS_TOGETHER:
+                raise TooScattered(f"{runs:,} separate pieces, more than can be checked")
             found = self._known[key] = cover(extent, regions)
         return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import compress, count, pairwise
+from itertools import compress, count, pairwise, zip_longest
 from operator import add, gt
 from typing import TypeVar
 
@@ -77,6 +77,9 @@ class _Checks:
         ends = (0, *column)
         ok = all(a < b for a, b in pairwise(ends)) and ends[-1] == total
         self.that(ok, field, f"ends must ascend to {total}")
+
+    def digest(self, said: str, has: str, field: str, of: str) -> None:
+        self.that(said == has, field, f"it says {said[:16]!r}, {of} has {has[:16]!r}")
 
     def equal(self, found: attrs.AttrsInstance, wanted: attrs.AttrsInstance, field: str) -> None:
         """One finding for every field of `found` that differs from `wanted`."""
@@ -188,11 +191,7 @@ def check_program(program: Program, manifest: Manifest, groups: int, classes: in
     _check_destinations_inside(c, program)
     for field, sentence, code in operation_flaws(program):
         c.that(False, field, sentence, code)
-    c.that(
-        geometry_digest(program.parameters) == program.geometry_digest,
-        "geometry_digest",
-        "it is not the digest of the parameters",
-    )
+    c.digest(program.geometry_digest, geometry_digest(program.parameters), "geometry_digest", "the parameters")
     return c.findings
 
 
@@ -276,6 +275,10 @@ def _no_copy(source: Region, dest: Region) -> str:
     return ""
 
 
+def _pair(pair: tuple[int, str] | None) -> str:
+    return "nothing" if pair is None else f"{pair[1][:16]!r} for producer {pair[0]}"
+
+
 def check_routing(
     program: Program, routing: Routing, manifest: Manifest, ownership: Ownership, where: str
 ) -> list[Finding]:
@@ -306,11 +309,10 @@ def check_routing(
         "routing.seq",
         "it does not count the chunks of each producer",
     )
-    c.that(
-        routing.pair_digests == pair_digests(manifest, program, routing.producer),
-        "routing.pair_digests",
-        "they are not the digests of what each pair exchanges",
-    )
+    pairs = pair_digests(manifest, program, routing.producer)
+    if routing.pair_digests != pairs:
+        said, has = next((a, b) for a, b in zip_longest(routing.pair_digests, pairs) if a != b)
+        c.that(False, "routing.pair_digests", f"it says {_pair(said)}, what the pair exchanges has {_pair(has)}")
     return c.findings
 
 
@@ -400,7 +402,7 @@ def check_worker(
 def check_consumer_digest(plan: ConsumerPlan) -> list[Finding]:
     """The digest of what the worker executes."""
     c = _Checks(f"consumers[{plan.consumer_id}]")
-    c.that(plan.digest == consumer_digest(plan.program, plan.routing), "digest", "it is not the digest of the plan")
+    c.digest(plan.digest, consumer_digest(plan.program, plan.routing), "digest", "what the worker executes")
     return c.findings
 
 
@@ -413,8 +415,8 @@ def check_fleet(plan: FleetPlan) -> list[Finding]:
     c = _Checks("plan")
     _check_topology(c, plan)
     _check_settings(c, plan.settings)
-    c.that(manifest_digest(manifest) == plan.manifest_digest, "manifest_digest", "it is not the manifest's")
-    c.that(ownership_digest(ownership) == plan.ownership_digest, "ownership_digest", "it is not the ownership's")
+    c.digest(plan.manifest_digest, manifest_digest(manifest), "manifest_digest", "the manifest")
+    c.digest(plan.ownership_digest, ownership_digest(ownership), "ownership_digest", "the ownership")
     if c.findings:
         return c.findings
     seen: set[int] = set()
@@ -432,9 +434,10 @@ def check_fleet(plan: FleetPlan) -> list[Finding]:
             return findings
         routed = check_routing(program, consumer.routing, manifest, ownership, where)
         findings += routed or check_consumer_digest(consumer)
-    c.that(plan.identity == fleet_identity(plan), "identity", "it is not the digest of what decides the plan")
+    c.digest(plan.identity, fleet_identity(plan), "identity", "what decides the plan")
     n, ranks = ownership.ranks, [p.rank for p in plan.producers]
-    if not c.that(ranks == list(range(n)), "producers", f"plans of ranks {ranks} for {n} trainer ranks"):
+    in_order = len(ranks) == n and ranks == list(range(n))
+    if not c.that(in_order, "producers", f"plans of ranks {ranks} for {n} trainer ranks"):
         return findings + c.findings
     for producer in plan.producers:
         findings += check_producer(producer, plan.consumers, len(plan.consumers), manifest, ownership, groups)
