@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from attrs import fields
+from attrs import fields, frozen
 
 from rdtexec.operations import evaluate
 from rdtexec.plans import chunk_scatters
 from rdtplan.errors import PlanMismatch
 from rdtplan.ir.digests import geometry_digest, geometry_rows
 from rdtplan.ir.plan import Program
-from rdtplan.ir.regions import Region, refine
+from rdtplan.ir.regions import Region, contiguous_stride, refine
 from rdtplan.ir.traces import Parameters
 from rdtplan.trace.watch import Watched
 
@@ -47,6 +47,9 @@ class Destination:
         self.program = program
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self._views: dict[tuple[int, int], torch.Tensor] = {}
+        self._packed: dict[int, list[_PackedCopy]] = {}
+        self._direct: dict[int, list[_DirectCopy]] = {}
+        """What there is to copy for each chunk, worked out the first time."""
         self.moving = bool(self._operands)
         """Do parameters or operands get new memory in every sync, so that views of them must not be kept?"""
         self._operations_of: dict[int | None, list[int]] = {}
@@ -96,36 +99,82 @@ class Destination:
 
     def pairs_from_packed(self, chunk: int, packed: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(destination views, source views) of one chunk out of its packed bytes (flat uint8)."""
-        program = self.program
-        slices: dict[int, torch.Tensor] = {}
+        if chunk not in self._packed:
+            self._packed[chunk] = [self._packed_copy(s) for s in chunk_scatters(self.program, chunk)]
+        typed_bytes = {dtype: _as_dtype(packed, dtype) for dtype in {copy.dtype for copy in self._packed[chunk]}}
         dests: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for s in chunk_scatters(program, chunk):
-            key = program.scatters.key[s]
-            if key not in slices:
-                slices[key] = packed_slice(program, key, packed)
-            dest = self.view(program.scatters.parameter[s], program.scatters.region[s])
+        for copy in self._packed[chunk]:
+            dest = self.view(copy.parameter, copy.region)
+            source, first = typed_bytes[copy.dtype]
             dests.append(dest)
-            sources.append(slices[key].view(dest.shape))
+            sources.append(source.as_strided(dest.shape, copy.stride, first + copy.offset))
         return dests, sources
+
+    def _packed_copy(self, scatter: int) -> _PackedCopy:
+        program = self.program
+        key, region = program.scatters.key[scatter], program.scatters.region[scatter]
+        dtype: torch.dtype = getattr(torch, program.dtype_table[program.keys.dtype[key]])
+        stride = contiguous_stride(program.regions[region].shape)
+        offset = program.keys.offset[key] // dtype.itemsize  # slices begin at multiples of 16 bytes
+        return _PackedCopy(program.scatters.parameter[scatter], region, dtype, stride, offset)
 
     def pairs_from_sources(
         self, chunk: int, full: dict[int, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(destination views, source views) of one chunk straight out of full source tensors, by manifest index."""
-        program = self.program
+        if chunk not in self._direct:
+            self._direct[chunk] = [self._direct_copy(s) for s in chunk_scatters(self.program, chunk)]
         dests: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for s in chunk_scatters(program, chunk):
-            key = program.scatters.key[s]
-            parameter = program.scatters.parameter[s]
-            source = typed(full[program.keys.source[key]], program.dtype_table[program.keys.dtype[key]])
-            a = program.regions[program.keys.region[key]]
-            b = program.regions[program.scatters.region[s]]
-            shape, stride_a, stride_b = refine(a, b)
-            sources.append(strided(source, Region(shape, stride_a, a.offset)))
-            dests.append(strided(self.tensors[parameter], Region(shape, stride_b, b.offset)))
+        for copy in self._direct[chunk]:
+            sources.append(strided(typed(full[copy.source], copy.dtype), copy.read))
+            dests.append(strided(self.tensors[copy.parameter], copy.write))
         return dests, sources
+
+    def _direct_copy(self, scatter: int) -> _DirectCopy:
+        program = self.program
+        key = program.scatters.key[scatter]
+        a, b = program.regions[program.keys.region[key]], program.regions[program.scatters.region[scatter]]
+        shape, stride_a, stride_b = refine(a, b)
+        return _DirectCopy(
+            program.keys.source[key],
+            program.dtype_table[program.keys.dtype[key]],
+            Region(shape, stride_a, a.offset),
+            program.scatters.parameter[scatter],
+            Region(shape, stride_b, b.offset),
+        )
+
+
+@frozen(slots=True)
+class _PackedCopy:
+    """One scatter out of a packed chunk: a dense source, so the destination's shape is the shape of both."""
+
+    parameter: int
+    region: int
+    """Of the destination."""
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    """Of the source."""
+    offset: int
+    """Of the source, in elements of `dtype`."""
+
+
+@frozen(slots=True)
+class _DirectCopy:
+    """One scatter out of a full tensor: both ends in their common shape."""
+
+    source: int
+    dtype: str
+    read: Region
+    parameter: int
+    write: Region
+
+
+def _as_dtype(packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """The whole elements of flat bytes, and the storage offset of the first in elements."""
+    whole = packed[: packed.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return whole, int(whole.storage_offset())
 
 
 def _no_memory(program: Program, row: int) -> torch.Tensor:

@@ -1,10 +1,13 @@
 """A live vLLM model as destination, through vLLM's layerwise reload.
 
-A serving model holds *kernel tensors*: what post-processing (packing, quantization) made of the checkpoint. A reload
-puts every parameter back into checkpoint format on meta; we give a module memory when its first chunk comes
-(materialize), and when its last one is scattered run the post-processing and copy the result into the kernel tensors
-that CUDA graphs and kernels hold (complete). What vLLM never moves to meta (router biases, biases) is written in
-place.
+A serving model holds *kernel tensors*: what post-processing (packing, quantization) made of the checkpoint. When the
+first chunk of a module comes it is put into checkpoint format, in memory of its own (materialize); when its last one is
+scattered, post-processing runs and the result is copied into the kernel tensors that CUDA graphs and kernels hold
+(complete). Only modules between their first and last chunk are in that state; the others serve. vLLM's own reload puts
+all modules on meta first and visits all of them again at the end, which costs more than the copying does.
+
+Modules without post-processing (norms), and what vLLM never takes out of service (router biases, biases), are written
+in place.
 
 vLLM 0.32 and 0.33 have a fault here: the unquantized mixture-of-experts method runs its experts' post-processing only
 the first time, so on platforms whose experts prepack (CPU) a reload leaves raw weights where packed ones are read,
@@ -16,6 +19,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
 from rdtexec.destination import Destination
 from rdtplan.errors import PlanMismatch, TransferError
@@ -44,11 +54,13 @@ class LayerwiseDestination(Destination):
             )
         tied = Watched(model)  # a reload gives every module a tensor of its own; the kernel tensors keep the tie
         ties = {name: tuple(a) for name, a in zip(tied.names, tied.aliases, strict=True) if a}
-        self._put_on_meta()
         try:
+            for module in model.modules():
+                _put_on_meta(module)
             super().__init__(model, program, ties=ties)
             self._modules = [model.get_submodule(name) for name in program.parameters.module_names]
             self._check_modules()
+            self._in_place = [is_unprocessed(module) for module in self._modules]
         finally:
             self.abandon()
         self.device = torch.device(vllm_config.device_config.device or "cpu")
@@ -56,10 +68,11 @@ class LayerwiseDestination(Destination):
         self._rows_of_module: dict[int, list[int]] = {}
         for row, module in enumerate(program.parameters.modules[: program.parameters.held]):  # operands stand last
             self._rows_of_module.setdefault(module, []).append(row)
+            if self._in_place[module]:
+                self._bind(row)
+        self._attention = [module for module in model.modules() if is_deferred_attention_layer(module)]
 
     def _check_modules(self) -> None:
-        from vllm.model_executor.layers.attention import is_deferred_attention_layer
-
         for name, module in zip(self.program.parameters.module_names, self._modules, strict=True):
             if is_deferred_attention_layer(module):
                 raise PlanMismatch(
@@ -71,33 +84,28 @@ class LayerwiseDestination(Destination):
     # -- one sync ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Put the model into checkpoint format. Inference must be paused."""
-        self._put_on_meta()
-        for row in range(self.program.parameters.held):
-            self._bind(row)
+        """Nothing yet: a module leaves serving when its first chunk comes. Inference must be paused."""
 
     def materialize(self, module: int) -> None:
-        """Give a module memory in checkpoint format."""
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-        from vllm.model_executor.model_loader.reload.meta import materialize_layer
-
+        """Put a module into checkpoint format, in memory of its own; one without post-processing stays as it is."""
+        if self._in_place[module]:
+            return
         layer = self._modules[module]
+        _put_on_meta(layer)
         materialize_layer(layer, get_layerwise_info(layer))
         for row in self._rows_of_module[module]:
             self._bind(row)
 
     def complete(self, module: int) -> None:
         """Post-process a module and put the result where the kernels read it."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-        from vllm.model_executor.model_loader.reload import layerwise
-
+        if self._in_place[module]:
+            return
         layer = self._modules[module]
-        info = layerwise.get_layerwise_info(layer)
+        info = get_layerwise_info(layer)
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
-        for tensor in layerwise.get_layer_tensors(layer).values():
-            if hasattr(tensor, "weight_loader"):
+        for tensor in get_layer_tensors(layer).values():
+            if hasattr(tensor, "weight_loader"):  # may still be the one of an earlier reload by vLLM itself
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
         method = getattr(layer, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
@@ -107,39 +115,53 @@ class LayerwiseDestination(Destination):
                     method.moe_kernel.fused_experts.process_weights_after_loading(layer)  # type: ignore[attr-defined]
             if hasattr(layer, "update_param_tp_status"):
                 layer.update_param_tp_status()
-        if info.kernel_tensors is not None:
-            layerwise._copy_and_restore_kernel_tensors(layer, info)
+        layerwise._copy_and_restore_kernel_tensors(layer, info)
         info.reset()
 
     def finish(self) -> None:
-        """Give modules that the plan does not touch their kernel tensors back, and process attention layers."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
+        """Process attention layers, which derive weights of their own from those of other modules."""
         with torch.device(self.device):
-            finalize_layerwise_reload(self._model, self._vllm_config.model_config)
+            for layer in self._attention:
+                layer.process_weights_after_loading(self._vllm_config.model_config.dtype)
 
     def abandon(self) -> None:
         """Give every module that is in checkpoint format its kernel tensors back, with whatever they hold."""
-        from vllm.model_executor.model_loader.reload import layerwise
-
         for layer in self._model.modules():
-            info = layerwise.get_layerwise_info(layer)
+            info = get_layerwise_info(layer)
             if info.can_load():
                 if info.kernel_tensors is not None:
                     layerwise._place_kernel_tensors(layer, info)
                 info.reset()
 
-    # -- vLLM's reload -------------------------------------------------------------------------------------------------
-
-    def _put_on_meta(self) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        initialize_layerwise_reload(self._model)
-
     def _bind(self, row: int) -> None:
         name = self.program.parameters.names[row].rpartition(".")[2]
         layer = self._modules[self.program.parameters.modules[row]]
         self.tensors[row] = getattr(layer, name).data
+
+
+def _put_on_meta(layer: torch.nn.Module) -> None:
+    """Set a module's kernel tensors aside and give it the shapes of the checkpoint instead."""
+    info = get_layerwise_info(layer)
+    info.kernel_tensors = get_layer_params_buffers(layer)
+    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    info.load_numel_total = 0  # anything but None: this module is being reloaded
+    restore_layer_on_meta(layer, info)
+
+
+def is_unprocessed(module: torch.nn.Module) -> bool:
+    """Do the kernels read this module's tensors as the checkpoint has them? To be asked in checkpoint format."""
+    method = getattr(module, "quant_method", None)
+    if isinstance(method, QuantizeMethodBase):
+        if type(method).process_weights_after_loading is not QuantizeMethodBase.process_weights_after_loading:
+            return False
+    parameters, buffers = get_layerwise_info(module).kernel_tensors or ({}, {})
+    return {name: _layout(t) for name, t in get_layer_tensors(module).items()} == {
+        name: _layout(t) for name, t in (parameters | buffers).items()
+    }
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def reload_is_faulty(module: torch.nn.Module) -> bool:
