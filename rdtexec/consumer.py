@@ -225,7 +225,7 @@ class Consumer:
             self._scatterer.cancel(GIVE_UP_S)
             for link in self._links.values():
                 with contextlib.suppress(RdtError):
-                    link.send("failed", sync=number, reason=f"consumer {self._me}: {reason}")
+                    link.send("failed", sync=number, reason=f"consumer {self._me}: {reason}", waits=run.waits)
                 link.close()
             self._observer.failed(number, error)
             raise
@@ -297,6 +297,8 @@ class _Sync:
         self._signals = 0
         self._last_event = time.monotonic()
         self._wait_s = 0.0
+        self.waits = ""
+        """When a producer gave up waiting: what this consumer itself waited for, and from whom."""
 
     def execute(self) -> SyncReport:
         c = self._c
@@ -471,7 +473,10 @@ class _Sync:
         if kind == "failed":
             if message.get("sync") != self._number:
                 return  # of a sync that this consumer has behind it
-            raise TransferError(f"sync {self._number}: {message.get('reason')}", code="RDT606")
+            if message.get("code") == "RDT602":  # who gave up first does not know whom the others wait for
+                self._say_what_for(rank)
+            said = f"; {self.waits}" if self.waits else ""
+            raise TransferError(f"sync {self._number}: {message.get('reason')}{said}", code="RDT606")
         if kind == "done" and message.get("sync") == self._number:
             self._done.add(rank)
             return
@@ -486,6 +491,21 @@ class _Sync:
             self._proofs[chunk] = str(message["checksum"])
         self._note(chunk)
         self._c._uses[rank].begin_read(self._issued[chunk][0], rank, message["facts"])
+
+    def _say_what_for(self, but: int) -> None:
+        """Put into words which producer, besides `but`, owes this consumer something."""
+        producer, now = self._routing.producer, time.monotonic()
+        silent = [(since, c) for c, (_, since) in self._issued.items() if len(self._times[c]) == 1]
+        owed = [(since, c) for since, c in silent if producer[c] != but]
+        missing = [rank for rank in self._c._links if rank not in self._done and rank != but]
+        if owed:
+            since, chunk = min(owed)
+            what = f"for {self._c.plan.chunk_label(chunk)} of producer {producer[chunk]}, asked {now - since:.1f} s ago"
+        elif not self._issued and missing and self._signals == sum(len(owners) for owners in self._c._owners):
+            what = f"for producers {missing[:8]} to say that all models are complete"
+        else:
+            return
+        self.waits = f"consumer {self._c._me} itself waits {what}"
 
     def _check(self, chunk: int, proof: str, written: Sequence[torch.Tensor]) -> None:
         """Hold what was written to what the producer's source holds. Runs in the scatter thread."""

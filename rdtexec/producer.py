@@ -36,6 +36,9 @@ PROTOCOL = 2
 RECONNECT_S = 15.0
 """How long a sync waits for a consumer that was connected and is not; the stall timeout, where that is shorter."""
 
+ANSWER_S = 1.0
+"""How long a rank that gives up listens for whom its consumers wait."""
+
 
 class GroupSource(Protocol):
     """A trainer's weights, one gather group at a time."""
@@ -98,6 +101,8 @@ class Producer:
         """Strangers that were welcomed as a consumer, with a transport, and have not committed to it."""
         self._lost: dict[int, RdtError] = {}
         """Consumers that were connected and are not, and why."""
+        self._waits: dict[int, str] = {}
+        """By consumer: whom it waited for when this rank gave up."""
         self._failure: RdtError | None = None
         self._cancelled: tuple[int, RdtError] | None = None
         self._progress = time.monotonic()
@@ -149,8 +154,11 @@ class Producer:
             self._tell_done(sync, taking_part)
         except BaseException as error:
             self._abort(error, sync, taking_part)
-            self._observer.failed(sync, error)
-            raise
+            explained = self._explained(error, taking_part)
+            self._observer.failed(sync, explained)
+            if explained is error:
+                raise
+            raise explained from None
         finally:
             with self._changed:
                 self._state.end()
@@ -186,6 +194,17 @@ class Producer:
         if running:
             self._abort(error, sync, self._state.live)
 
+    def _explained(self, error: BaseException, live: Collection[int]) -> BaseException:
+        """A stall, with what the consumers that live say they wait for: it may be another rank that holds them up."""
+        if not isinstance(error, RdtError) or error.code != "RDT602":
+            return error
+        with self._changed:
+            self._changed.wait_for(lambda: not any(cid in self._links for cid in live), ANSWER_S)
+            said = [self._waits[cid] for cid in sorted(live) if self._waits.get(cid)]
+        if not said:
+            return error
+        return TransferError(f"{error.message}; {'; '.join(said[:4])}", fix=error.fix, code=error.code)
+
     def _taking_part(self, live: Collection[int] | None) -> tuple[int, ...]:
         everyone = self.plan.consumer_ids if self.plan.producer.groups else ()  # nobody connects to who has nothing
         if live is None or not everyone:
@@ -213,6 +232,7 @@ class Producer:
                 self._failure = None
                 self._active = tuple(self._transports.values())
             self._serve_s = 0.0
+            self._waits.clear()
             self._sample.start()
             self._source.start()
             sharing = [c for c in live if c in self._uses and self._transports[self._uses[c]].share_slots]
@@ -356,6 +376,7 @@ class Producer:
     def _abort(self, error: BaseException, sync: int, live: Collection[int]) -> None:
         """Tell every consumer of the sync why, so that none of them waits for its own deadline."""
         reason = _words(error)
+        error_code = error.code if isinstance(error, RdtError) else ""
         with self._changed:
             if self._state.running and self._state.sync != sync:
                 return  # the sync that this is about has ended, and another has begun
@@ -363,9 +384,11 @@ class Producer:
                 self._failure = error if isinstance(error, RdtError) else TransferError(reason, code="RDT606")
             links = [link for cid, link in self._links.items() if cid in live]
             self._changed.notify_all()
+        me = f"producer {self.plan.producer.rank}"
         for link in links:
             with contextlib.suppress(RdtError):
-                link.send("failed", sync=sync, reason=f"producer {self.plan.producer.rank}: {reason}")
+                said = reason if reason.startswith(me) else f"{me}: {reason}"
+                link.send("failed", sync=sync, reason=said, code=error_code)
 
     # -- the control thread --------------------------------------------------------------------------------------------
 
@@ -410,19 +433,21 @@ class Producer:
             self._greet(link, message)
         elif kind == "pull":
             with self._changed:
-                self._state.pull(cid, _int(message, "sync"), _int(message, "chunk"))
+                self._state.pull(cid, _int(link, message, "sync"), _int(link, message, "chunk"))
                 self._note_progress()
         elif kind == "free":
             with self._changed:
-                self._state.free(cid, _int(message, "sync"), _int(message, "group"))
+                self._state.free(cid, _int(link, message, "sync"), _int(link, message, "group"))
                 self._note_progress()
         elif kind == "complete":
             with self._changed:
-                self._state.complete(cid, _int(message, "sync"))
+                self._state.complete(cid, _int(link, message, "sync"))
                 self._note_progress()
         elif kind == "failed":
-            if _int(message, "sync") > self._state.sync:  # it has failed already, here it has not begun
+            if _int(link, message, "sync") > self._state.sync:  # it has failed already, here it has not begun
                 self.cancel(message["sync"], str(message.get("reason")))
+            with self._changed:
+                self._waits[cid] = str(message.get("waits") or "")
             raise TransferError(str(message.get("reason")), code="RDT606")
         else:
             raise TransferError(f"consumer {cid} sent a message of unknown kind {kind!r}", code="RDT603")
@@ -504,10 +529,10 @@ class Producer:
                 self._uses[cid] = transport
             self._state.forget(cid)
             self._note_progress()
+            link.send("committed")  # before anybody can send it word of a sync that this may fail
         if old is not None:
             old.close()
             self._fail(cid, TransferError(f"consumer {cid} connected anew during the sync", code="RDT601"))
-        link.send("committed")
 
     def _pair_digest(self, cid: int) -> str | None:
         consumer = self.plan.consumers.get(cid)
@@ -608,10 +633,12 @@ def _words(error: BaseException) -> str:
     return error.message if isinstance(error, RdtError) else f"{type(error).__name__}: {error}"
 
 
-def _int(message: Message, field: str) -> int:
+def _int(link: Link, message: Message, field: str) -> int:
     value = message.get(field)
     if type(value) is not int:
-        raise TransferError(f"message {message['kind']!r}: {field}: expected an int, found {value!r}", code="RDT603")
+        raise TransferError(
+            f"{link.peer} sent {message['kind']!r} with {field}: expected an int, found {value!r}", code="RDT603"
+        )
     return value
 
 

@@ -19,6 +19,9 @@ from rdtexec.control import Address, Link, Message, dial, listen, stop_welcoming
 from rdtplan.errors import RdtError, TransferError
 
 CONNECT_TIMEOUT_S = 60.0
+PATIENCE = 2.5
+"""The others wait so many deadlines for rank 0's last word: it may wait one for the transfer and one for the workers'
+answer, and it knows who is to blame."""
 
 
 class Ranks:
@@ -73,19 +76,24 @@ class Ranks:
             self._met.notify_all()
 
     def together(
-        self, sync: int, ready: Callable[[], None], serve: Callable[[], Any], finish: Callable[[], None]
+        self,
+        sync: int,
+        ready: Callable[[], None],
+        serve: Callable[[Any], Any],
+        finish: Callable[[], None],
+        terms: Any = None,
     ) -> Any:
-        """One sync over all ranks; `ready` and `finish` run on rank 0, `serve` on every rank.
+        """One sync over all ranks; `ready` and `finish` run on rank 0, `serve` on every rank, with rank 0's `terms`.
 
         Returns what `serve` returned. TransferError on every rank when anything failed on any of them.
         """
         if self._rank == 0:
-            return self._lead(sync, ready, serve, finish)
-        self._await(sync, "go")
+            return self._lead(sync, ready, serve, finish, terms)
+        terms = self._await(sync, "go").get("terms")
         failure: BaseException | None = None
         served: Any = None
         try:
-            served = serve()
+            served = serve(terms)
         except Exception as error:
             failure = error
         self._links[0].send("result", sync=sync, error="" if failure is None else _words(failure))
@@ -94,11 +102,18 @@ class Ranks:
         self._await(sync, "over")
         return served
 
-    def _lead(self, sync: int, ready: Callable[[], None], serve: Callable[[], Any], finish: Callable[[], None]) -> Any:
+    def _lead(
+        self,
+        sync: int,
+        ready: Callable[[], None],
+        serve: Callable[[Any], Any],
+        finish: Callable[[], None],
+        terms: Any,
+    ) -> Any:
         try:
             ready()
-            self._tell("go", sync, "")
-            served = serve()
+            self._tell("go", sync, "", terms)
+            served = serve(terms)
             self._collect(sync)
             finish()
         except BaseException as error:
@@ -107,28 +122,29 @@ class Ranks:
         self._tell("over", sync, "")
         return served
 
-    def _tell(self, kind: str, sync: int, error: str) -> None:
+    def _tell(self, kind: str, sync: int, error: str, terms: Any = None) -> None:
         for link in self._links.values():
             with contextlib.suppress(*([RdtError] if error else [])):
-                link.send(kind, sync=sync, error=error)
+                link.send(kind, sync=sync, error=error, terms=terms)
 
     def _collect(self, sync: int) -> None:
         """The other ranks' results of this sync; those of older ones are dropped."""
+        deadline = time.monotonic() + self._timeout_s
         for rank in sorted(self._links):
-            deadline = time.monotonic() + self._timeout_s
             while (message := _expect(self._links[rank], "result", deadline - time.monotonic()))["sync"] != sync:
                 pass
             if message["error"]:
                 raise TransferError(f"sync {sync} failed on trainer rank {rank}: {message['error']}", code="RDT606")
 
-    def _await(self, sync: int, kind: str) -> None:
+    def _await(self, sync: int, kind: str) -> Message:
         """Rank 0's word on this sync; TransferError with its reason when it gave up."""
-        deadline = time.monotonic() + self._timeout_s
+        patience = self._timeout_s * (PATIENCE if kind == "over" else 1)
+        deadline = time.monotonic() + patience
         while True:
             message = self._links[0].receive(max(0.0, deadline - time.monotonic()))
             if message is None:
                 raise TransferError(
-                    f"sync {sync}: trainer rank 0 did not say {kind!r} within {self._timeout_s:.1f} s",
+                    f"sync {sync}: trainer rank 0 did not say {kind!r} within {patience:.1f} s",
                     fix="every rank must call send_weights; look whether rank 0 is stopped or waits for the workers",
                     code="RDT602",
                 )
@@ -137,7 +153,7 @@ class Ranks:
             if message.get("error"):
                 raise TransferError(f"sync {sync} failed on {message['error']}", code="RDT606")
             if message["kind"] == kind:
-                return
+                return message
 
     def close(self) -> None:
         """Hang up."""
@@ -153,7 +169,7 @@ def _expect(link: Link, kind: str, timeout_s: float) -> Message:
     message = link.receive(max(0.0, timeout_s))
     if message is None or message["kind"] != kind:
         raise TransferError(
-            f"{link.peer} did not send {kind!r} within {timeout_s:.1f} s",
+            f"{link.peer} did not send {kind!r} in time",
             fix="every rank must call trainer_init and send_weights; look at the log of that rank",
             code="RDT602",
         )

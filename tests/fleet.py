@@ -8,28 +8,34 @@ are trusted.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import frozen
 
+from rdtexec import consumer as consumer_module
 from rdtexec.consumer import Consumer
 from rdtexec.demo.fleet import Child, children, collect, new_authkey
 from rdtexec.demo.processes import poison, serve_commands
 from rdtexec.destination import Destination
 from rdtexec.plans import load_trainer, load_worker
 from rdtexec.producer import Producer
+from rdtexec.reports import Observer
 from rdtplan.ir.file import write_plan
 from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.plan import FleetPlan
 from rdtplan.ir.topology import consumer_id, positions
 from rdtplan.ir.traces import Parameters
+from tests.endings import Ending
 from tests.plans import Scenario, elements, load, make_plan
 
 ANSWER_S = 60.0
@@ -151,6 +157,74 @@ class BrokenHooks:
 
 
 @frozen
+class Strike:
+    """The process raises `signal` against itself at one point of a sync: SIGKILL dies there, SIGSTOP freezes there.
+
+    Consumer: `read`, a chunk was announced and no byte moved; `free`, bytes have landed and the group is not freed.
+    Producer: `serve`, a chunk is packed and not announced; `free`, everything asked for was served, and the first
+    signal that a group is free has come.
+    """
+
+    point: str
+    signal: int = signal.SIGKILL
+
+    def __call__(self) -> None:
+        os.kill(os.getpid(), self.signal)
+
+
+def strike_producer(producer: Producer, strike: Strike) -> None:
+    if strike.point == "free":
+        _before(producer._state, "free", strike)
+    else:
+        for transport in producer._transports.values():
+            _after(transport, "serve", strike)
+
+
+def strike_consumer(consumer: Consumer, strike: Strike) -> None:
+    if strike.point == "free":
+        _before(consumer_module._Sync, "_free", strike)
+    else:
+        for transport in consumer._transports.values():
+            _before(transport, "begin_read", strike)
+
+
+def _before(owner: Any, name: str, action: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    def struck(*args: Any) -> Any:
+        setattr(owner, name, original)
+        action()
+        return original(*args)
+
+    setattr(owner, name, struck)
+
+
+def _after(owner: Any, name: str, action: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    def struck(*args: Any) -> Any:
+        setattr(owner, name, original)
+        found = original(*args)
+        action()
+        return found
+
+    setattr(owner, name, struck)
+
+
+def usage(_: Any = None) -> dict[str, int]:
+    """What this process holds: resident bytes, descriptors, threads, and files in /dev/shm (of the whole machine)."""
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "rss": int(status["VmRSS"].split()[0]) << 10,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "tasks": int(status["Threads"]),
+        "shm": len(os.listdir("/dev/shm")),
+    }
+
+
+@frozen
 class Setup:
     """What every process of a fleet knows."""
 
@@ -161,56 +235,96 @@ class Setup:
     authkey: bytes
     stall_timeout_s: float
     faults: Faults | None
+    ray_address: str
+    options: dict[str, Any]
+    """More settings of producers and consumers, by role."""
 
 
-def join_ray() -> None:
-    """Join the Ray cluster that the test has started and named in RAY_ADDRESS, if there is one."""
-    if "RAY_ADDRESS" in os.environ:
+def join_ray(address: str) -> None:
+    """Join the Ray cluster that the test has started, if there is one."""
+    if address:
         import ray
 
-        ray.init(namespace="fleet", log_to_driver=False, configure_logging=False)
+        ray.init(address=address, namespace="fleet", log_to_driver=False, configure_logging=False)
+
+
+def _observer(role: str, number: int, identity: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a producer or consumer, with a directory for statistics made an observer."""
+    options = dict(options)
+    directory = options.pop("stats_dir", "")
+    return options | {"observer": Observer(role, number, identity, directory=directory)}
 
 
 def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
     torch.set_num_threads(1)
-    if setup.transport == "ray_rdt":
-        join_ray()
+    join_ray(setup.ray_address)
     faults = setup.faults if setup.faults and setup.faults.rank == rank else None
-    plan = load_trainer(setup.path, rank)
-    source = RandomSource(plan.manifest, faults)
     live: list[Producer] = []
+    sources: list[RandomSource] = []
 
-    def start(_: Any) -> Any:
+    def start(path: str | None) -> Any:
+        plan = load_trainer(path or setup.path, rank)
+        sources.append(RandomSource(plan.manifest, faults))
         live.append(
             Producer(
                 plan,
-                source,
+                sources[0],
                 setup.transport,
                 authkey=setup.authkey,
                 stall_timeout_s=setup.stall_timeout_s,
+                **_observer("producer", rank, plan.identity, setup.options.get("producer", {})),
             )
         )
         return live[0].address
 
-    def sync(number: int) -> Any:
-        source.sync, source.gathered = number, 0
-        return live[0].sync(number)
+    def sync(argument: Any) -> Any:
+        number, only, weights = argument
+        sources[0].sync, sources[0].gathered = weights, 0
+        return live[0].sync(number, only)
 
-    serve_commands(pipe, {"start": start, "sync": sync})
+    def mend(_: Any) -> None:
+        sources[0].faults = None
+
+    def corrupt(_: Any) -> None:
+        """From now on, one byte of the first chunk served is not what was packed."""
+        for transport in live[0]._transports.values():
+            _after(transport, "serve", lambda transport=transport: flip_served(transport))
+
+    handlers: dict[str, Callable[[Any], Any]] = {
+        "start": start,
+        "sync": sync,
+        "mend": mend,
+        "strike": lambda strike: strike_producer(live[0], strike),
+        "corrupt": corrupt,
+        "usage": usage,
+        "ring actor": lambda _: live[0]._transports["ray_rdt"]._actor_name,
+    }
+    serve_commands(pipe, handlers)
     for producer in live:
         producer.close()
 
 
+def flip_served(transport: Any) -> None:
+    """Flip bits of everything that a producer shows to consumers; what the trainer holds stays right."""
+    shown = [transport._memory] if hasattr(transport, "_memory") else list(transport._rings._rings.values())
+    for memory in shown:
+        memory ^= 0x10
+
+
 def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
     torch.set_num_threads(1)
+    join_ray(setup.ray_address)
     plan = load_worker(setup.path, consumer)
     program = plan.consumer.program
     model = destination_model(program.parameters)
     poison(model, 0x5A)
     live: list[Consumer] = []
-    hooks = BrokenHooks() if setup.faults and setup.faults.kind == "hook" else None
+    broken = setup.faults is not None and setup.faults.kind == "hook"
 
-    def start(addresses: Any) -> None:
+    def start(addresses: Any) -> Any:
+        """Connect, for the first time or anew; where the receive pool lies."""
+        nonlocal broken
+        old = live.pop() if live else None
         live.append(
             Consumer(
                 plan,
@@ -218,10 +332,19 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
                 setup.transport,
                 addresses,
                 authkey=setup.authkey,
-                hooks=hooks,
+                hooks=BrokenHooks() if broken else None,
                 stall_timeout_s=setup.stall_timeout_s,
+                pool=old.pool if old is not None else None,
+                **_observer("consumer", consumer, plan.identity, setup.options.get("consumer", {})),
             )
         )
+        if old is not None:
+            old.close()
+        return live[0]._pool.memory.data_ptr() if live[0]._pool is not None else None
+
+    def mend(_: Any) -> None:
+        nonlocal broken
+        broken = False
 
     def check(sync: int) -> list[str]:
         wanted = expected_parameters(setup.scenario, setup.plan, consumer, sync)
@@ -239,7 +362,11 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
         "start": start,
         "sync": lambda number: live[0].sync(number),
         "check": check,
+        "mend": mend,
         "fingerprint": fingerprint,
+        "strike": lambda strike: strike_consumer(live[0], strike),
+        "transports": lambda _: {rank: live[0].transport_of(rank) for rank in live[0]._uses},
+        "usage": usage,
         "close": close,
     }
     serve_commands(pipe, handlers)
@@ -251,33 +378,92 @@ class Fleet:
     """Running processes of one plan."""
 
     plan: FleetPlan
-    authkey: bytes
+    setup: Setup
     addresses: dict[int, Any]
     producers: list[Child]
     workers: list[Child]
+    started: dict[str, Child]
+    """All that were ever started, to be stopped in the end."""
+
+    @property
+    def authkey(self) -> bytes:
+        return self.setup.authkey
 
     @property
     def everyone(self) -> list[Child]:
         return [*self.producers, *self.workers]
 
-    def begin(self, sync: int) -> None:
-        for child in self.everyone:
-            child.tell("sync", sync)
+    def begin(self, sync: int, live: Sequence[int] | None = None, weights: int | None = None) -> None:
+        """Tell everybody who takes part to run a sync; `weights` are those of another sync than this one."""
+        for child in self.producers:
+            child.tell("sync", (sync, live, sync if weights is None else weights))
+        for cid in range(len(self.workers)) if live is None else live:
+            self.workers[cid].tell("sync", sync)
 
-    def sync(self, sync: int) -> dict[str, Any]:
-        self.begin(sync)
-        return collect(self.everyone, ANSWER_S)
+    def sync(self, sync: int, live: Sequence[int] | None = None, weights: int | None = None) -> dict[str, Any]:
+        self.begin(sync, live, weights)
+        taking_part = self.workers if live is None else [self.workers[c] for c in live]
+        return collect([*self.producers, *taking_part], ANSWER_S)
 
-    def wrong(self, sync: int) -> dict[str, list[str]]:
-        """Names that differ after a sync, a worker."""
-        for child in self.workers:
-            child.tell("check", sync)
-        return collect(self.workers, ANSWER_S)
+    def ask(self, of: Sequence[Child], command: str, argument: Any = None) -> list[Any]:
+        """The same command to several; their answers in order."""
+        for child in of:
+            child.tell(command, argument)
+        answers = collect(list(of), ANSWER_S)
+        return [answers[child.name] for child in of]
+
+    def connect(self, *cids: int) -> list[Any]:
+        """Connect these workers, all unless given; those that were connected do it anew, with the pool they have."""
+        return self.ask([self.workers[c] for c in cids] if cids else self.workers, "start", self.addresses)
+
+    def wrong(self, sync: int, live: Sequence[int] | None = None) -> dict[str, list[str]]:
+        """Names that differ after a sync, a worker; workers without differences are left out."""
+        taking_part = self.workers if live is None else [self.workers[c] for c in live]
+        found = self.ask(taking_part, "check", sync)
+        return {child.name: names for child, names in zip(taking_part, found, strict=True) if names}
 
     def answer(self, child: Child, timeout_s: float) -> tuple[str, Any]:
         """(status, value) of one process."""
         assert child.pipe.poll(timeout_s), f"{child.name} did not answer in {timeout_s} s"
         return child.pipe.recv()
+
+    def endings(self, of: Sequence[Child], since: float | None = None) -> dict[str, Ending]:
+        """How the command under way ends in each process; fails when one is silent for `ANSWER_S`."""
+        began = time.monotonic() if since is None else since
+        deadline = time.monotonic() + ANSWER_S
+        pending = {child.pipe: child.name for child in of}
+        found: dict[str, Ending] = {}
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            assert ready, f"{sorted(pending.values())} did not end within {ANSWER_S} s"
+            for pipe in ready:
+                name = pending.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    status, value = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    status, value = "dead", None
+                found[name] = Ending(status, value, time.monotonic() - began)
+        return found
+
+    def restart_worker(self, cid: int) -> None:
+        """A new process takes the place of a worker, not connected yet."""
+        self.workers[cid] = self._restart(self.workers[cid], consumer_main, cid)
+
+    def restart_producer(self, rank: int) -> None:
+        """A new process takes the place of a trainer rank, at a new address."""
+        self.producers[rank] = self._restart(self.producers[rank], producer_main, rank)
+        self.addresses[rank] = self.ask([self.producers[rank]], "start")[0]
+
+    def _restart(self, old: Child, main: Callable[..., None], number: int) -> Child:
+        old.process.kill()
+        old.process.join(ANSWER_S)
+        ours, theirs = _context().Pipe()
+        process = _context().Process(target=main, args=(theirs, self.setup, number), name=old.name, daemon=True)
+        process.start()
+        theirs.close()
+        child = Child(old.name, process, ours)
+        self.started[f"{old.name}, {process.pid}"] = child
+        return child
 
 
 def _context() -> Any:
@@ -295,12 +481,16 @@ def running(
     stall_timeout_s: float = 30.0,
     faults: Faults | None = None,
     connect: bool = True,
+    ray_address: str = "",
+    **options: dict[str, Any],
 ) -> Iterator[Fleet]:
-    """Write the plan, start every process, connect, and clean up."""
+    """Write the plan, start every process, connect, and clean up. `options` are settings by role."""
     plan = make_plan(scenario)
     path = directory / "fleet.plan"
     write_plan(plan, path)
-    setup = Setup(scenario, plan, str(path), transport, new_authkey(), stall_timeout_s, faults)
+    setup = Setup(
+        scenario, plan, str(path), transport, new_authkey(), stall_timeout_s, faults, ray_address, dict(options)
+    )
     mains: dict[str, Any] = {f"producer {r}": (producer_main, (setup, r)) for r in range(scenario.trainer_ranks)}
     for replica in range(scenario.topology.replicas):
         for position in positions(scenario.topology):
@@ -309,12 +499,8 @@ def running(
     with children(_context(), mains, stop_timeout_s=5.0) as started:
         producers = [started[n] for n in mains if n.startswith("producer")]
         workers = [started[n] for n in mains if n.startswith("worker")]
-        for child in producers:
-            child.tell("start")
-        answers = collect(producers, ANSWER_S)
-        addresses = {rank: answers[c.name] for rank, c in enumerate(producers)}
+        fleet = Fleet(plan, setup, {}, producers, workers, started)
+        fleet.addresses.update(enumerate(fleet.ask(producers, "start")))
         if connect:
-            for child in workers:
-                child.tell("start", addresses)
-            collect(workers, ANSWER_S)
-        yield Fleet(plan, setup.authkey, addresses, producers, workers)
+            fleet.connect()
+        yield fleet

@@ -195,8 +195,9 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
             self.last_report = self._ranks.together(
                 number,
                 ready=lambda: self._start(live_consumer_ids),
-                serve=lambda: self._serve(number, live_consumer_ids),
+                serve=lambda of_rank_0: self._serve(number, live_consumer_ids, of_rank_0),
                 finish=lambda: self._finish(weight_version),
+                terms=_sorted(live_consumer_ids),
             )
         except BaseException as error:
             if getattr(error, "code", "") != "RDT624":  # the alarm stays one until something has changed
@@ -209,8 +210,11 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
             self.client.limit_to(plan.consumer_ids if live is None else live, plan.topology.workers_per_replica)
         self.client.start_weight_update()
 
-    def _serve(self, number: int, live: Collection[int] | None) -> ProducerReport:
+    def _serve(self, number: int, live: Collection[int] | None, of_rank_0: list[int] | None) -> ProducerReport:
         """This rank's part; rank 0 also has the workers pull, in a thread."""
+        if _sorted(live) != of_rank_0:  # said by way of the producer, so that the workers hear of it at once
+            who = f"trainer rank {self._info.rank} was given live_consumer_ids {_sorted(live)}, rank 0 {of_rank_0}"
+            self._producer.cancel(number, f"{who}: give every rank the same")
         if not self.is_sender:
             return self._producer.sync(number, live)
         failures: list[BaseException] = []
@@ -255,6 +259,10 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         """Stop serving."""
         self._ranks.close()
         self._producer.close()
+
+
+def _sorted(live: Collection[int] | None) -> list[int] | None:
+    return None if live is None else sorted(set(live))
 
 
 def _check_settings(info: RdtExecTrainerInitInfo, plan: TrainerPlan) -> None:

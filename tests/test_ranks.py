@@ -1,0 +1,137 @@
+"""The ranks of a trainer, in real processes: whatever happens to one of them, all end, and with one reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from rdtexec.demo.fleet import Child, children, collect, new_authkey
+from rdtexec.demo.processes import serve_commands
+from rdtexec.ranks import Ranks
+from rdtplan.errors import TransferError
+from tests.fleet import ANSWER_S, _context
+
+WORLD = 3
+STALL_S = 3.0
+KEY = new_authkey()
+
+
+def rank_main(pipe: Connection, rank: int, authkey: bytes) -> None:
+    ranks = Ranks(rank, WORLD, authkey=authkey, stall_timeout_s=STALL_S)
+
+    def sync(argument: tuple[int, str, str]) -> Any:
+        number, phase, what = argument
+
+        def act(now: str) -> Callable[..., Any]:
+            def run(*terms: Any) -> Any:
+                if now == phase:
+                    if what == "raise":
+                        raise ValueError(f"{now} broke on rank {rank}")
+                    os.kill(os.getpid(), getattr(signal, what))
+                return (rank, *terms)
+
+            return run
+
+        return ranks.together(number, act("ready"), act("serve"), act("finish"), terms=[number])
+
+    serve_commands(pipe, {"address": lambda _: ranks.address, "connect": ranks.connect, "sync": sync})
+    ranks.close()
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Child]]:
+    mains = {f"rank {r}": (rank_main, (r, KEY)) for r in range(WORLD)}
+    with children(_context(), mains, stop_timeout_s=5.0) as started:
+        found = list(started.values())
+        found[0].tell("address")
+        address = collect(found[:1], ANSWER_S)["rank 0"]
+        for child in found:
+            child.tell("connect", address)
+        collect(found, ANSWER_S)
+        yield found
+
+
+def sync(
+    ranks: list[Child], number: int, rank: int = -1, phase: str = "", what: str = ""
+) -> dict[str, tuple[str, str]]:
+    """One sync in which something happens to one rank; how it ended on each."""
+    for r, child in enumerate(ranks):
+        child.tell("sync", (number, phase, what) if r == rank else (number, "", ""))
+    found: dict[str, tuple[str, str]] = {}
+    for r, child in enumerate(ranks):
+        if what == "SIGSTOP" and r == rank:
+            continue
+        assert child.pipe.poll(ANSWER_S), f"{child.name} hangs"
+        try:
+            found[child.name] = child.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            found[child.name] = ("dead", "")
+    return found
+
+
+def works(ranks: list[Child], number: int) -> None:
+    assert sync(ranks, number) == {f"rank {r}": ("ok", (r, [number])) for r in range(WORLD)}
+
+
+@pytest.mark.parametrize(("rank", "phase"), [(0, "ready"), (0, "serve"), (1, "serve"), (2, "serve"), (0, "finish")])
+def test_an_exception_anywhere_fails_everybody(rank: int, phase: str, ranks: list[Child]) -> None:
+    """One reason, which names the rank; the next sync works."""
+    works(ranks, 0)
+    for status, text in sync(ranks, 1, rank, phase, "raise").values():
+        assert status == "error" and f"{phase} broke on rank {rank}" in text, text
+    works(ranks, 2)
+
+
+@pytest.mark.parametrize(("rank", "phase"), [(0, "ready"), (0, "serve"), (1, "serve"), (2, "serve"), (0, "finish")])
+def test_a_dead_rank_is_named_at_once(rank: int, phase: str, ranks: list[Child]) -> None:
+    """No rank hangs and none succeeds; without that rank there is no next sync either, which is said at once too."""
+    works(ranks, 0)
+    found = sync(ranks, 1, rank, phase, "SIGKILL")
+    assert found.pop(f"rank {rank}")[0] == "dead"
+    for status, text in found.values():
+        assert status == "error" and f"trainer rank {rank} is gone" in text, text
+    for r in found:
+        ranks[int(r[-1])].tell("sync", (2, "", ""))
+    for r in found:
+        status, text = ranks[int(r[-1])].pipe.recv()
+        assert status == "error" and f"trainer rank {rank} is gone" in text, text
+
+
+@pytest.mark.parametrize(("rank", "phase"), [(0, "ready"), (1, "serve"), (0, "finish")])
+def test_a_stopped_rank_is_named_at_the_deadline(rank: int, phase: str, ranks: list[Child]) -> None:
+    """When it goes on, too late, it learns that the others gave up, and the next sync works."""
+    works(ranks, 0)
+    for status, text in sync(ranks, 1, rank, phase, "SIGSTOP").values():
+        assert status == "error" and f"rank {rank} did not s" in text, text
+    os.kill(ranks[rank].process.pid, signal.SIGCONT)
+    assert ranks[rank].pipe.poll(ANSWER_S)
+    status, text = ranks[rank].pipe.recv()
+    if rank != 0:
+        assert status == "error" and "did not s" in text, text
+    time.sleep(0.2)
+    works(ranks, 2)
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for all ranks, a stranger does not count as one, and the deadline names who is missing."""
+    monkeypatch.setattr("rdtexec.ranks.CONNECT_TIMEOUT_S", 2.0)
+    first = Ranks(0, 3, authkey=KEY, stall_timeout_s=STALL_S)
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.connect(first.address)
+    other = Ranks(2, 3, authkey=KEY, stall_timeout_s=STALL_S)
+    joining = threading.Thread(target=other.connect, args=(first.address,))
+    joining.start()
+    with pytest.raises(TransferError, match=r"RDT604: trainer ranks \[1\] did not connect"):
+        first.connect(None)
+    joining.join(30)
+    first.close()
+    other.close()
+    stranger.close()
