@@ -157,6 +157,8 @@ class Program:
     """Names that no loader writes: buffers that the model computes itself, and parameters whose finding was
     waived.
     """
+    untouched_reasons: tuple[str, ...]
+    """Why each of them may stay as it is; for people, and in no digest."""
     parameters: Parameters = field(metadata=SHARED)
     regions: tuple[Region, ...] = field(metadata=SHARED)
     keys: Keys = field(metadata=SHARED)
