@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import importlib.util
+import inspect
 import re
 import sys
 import types
@@ -107,11 +108,14 @@ def cpu_stand_ins() -> Iterator[None]:
                 parent, _, child = name.rpartition(".")
                 setattr(packages[parent], child, packages[name])
             stack.enter_context(mock.patch.dict(sys.modules, packages))
+        from vllm import _custom_ops
         from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
         from vllm.model_executor.layers.fused_moe import config as moe_config
         from vllm.model_executor.layers.fused_moe.experts import cpu_moe
         from vllm.platforms import current_platform
         from vllm.platforms.cpu import CpuPlatform
+        from vllm.v1.attention.backend import AttentionBackend
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
         stock_choice = CpuPlatform.get_attn_backend_cls.__func__
 
@@ -122,15 +126,25 @@ def cpu_stand_ins() -> Iterator[None]:
         gateless = mock.Mock(wraps=current_platform)
         gateless.is_xpu.return_value = True
         stack.enter_context(mock.patch.object(moe_config, "current_platform", gateless))
-        sparse_init = MLACommonImpl.__init__
+        dense_init = MLACommonImpl.__init__
+        known = inspect.signature(dense_init).parameters
 
-        def without_indices(self: Any, *args: Any, topk_indices_buffer: Any = None, **others: Any) -> None:
-            sparse_init(self, *args, **others)
+        def without_indices(self: Any, *args: Any, **others: Any) -> None:
+            """Sparse attention hands over where its indices lie."""
+            dense_init(self, *args, **{k: v for k, v in others.items() if k in known})
 
         stack.enter_context(mock.patch.object(MLACommonImpl, "__init__", without_indices))
+        alibi_init = CPUAttentionBackendImpl.__init__
+
+        def alibi_too(self: Any, *args: Any, use_alibi_sqrt: bool = False, **others: Any) -> None:
+            alibi_init(self, *args, **others)
+
         for experts in [c for c in vars(cpu_moe).values() if isinstance(c, type) and "_supports_activation" in vars(c)]:
             for question in ("_supports_activation", "_supports_no_act_and_mul"):
                 stack.enter_context(mock.patch.object(experts, question, staticmethod(lambda *_: True)))
+        stack.enter_context(mock.patch.object(AttentionBackend, "supports_alibi_sqrt", classmethod(lambda _: True)))
+        stack.enter_context(mock.patch.object(CPUAttentionBackendImpl, "__init__", alibi_too))
+        stack.enter_context(mock.patch.object(_custom_ops, "_supports_cpu_fp8_w8a16", True))
         stack.enter_context(mock.patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True))
         stack.enter_context(mock.patch.object(torch.cuda, "Stream", _Anything))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", _Anything))

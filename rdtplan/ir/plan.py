@@ -42,6 +42,8 @@ class ModelIdentity:
     quantization: str | None
     config_digest: str
     """SHA-256 of the canonical `config.json`."""
+    tied_embeddings: bool = False
+    """Does the config tie the head to the embedding?"""
 
 
 @frozen(slots=True)

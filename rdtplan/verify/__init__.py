@@ -20,5 +20,6 @@ def verify_fleet(plan: FleetPlan) -> list[Finding]:
     for consumer in programs.values():
         where = f"worker {consumer.consumer_id} ({consumer.position})"
         findings += check_destinations(consumer.program, prover, where)
-    findings += check_sources(plan.manifest, [c.program for c in programs.values()], prover)
+    tied = plan.model.tied_embeddings
+    findings += check_sources(plan.manifest, [c.program for c in programs.values()], prover, tied_head=tied)
     return findings

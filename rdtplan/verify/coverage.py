@@ -116,8 +116,13 @@ def _add_operations(
             fetched[row].append(region)
 
 
-def check_sources(manifest: Manifest, programs: Sequence[Program], prover: Prover) -> list[Finding]:
-    """Findings about the sources of the whole fleet: names and elements without consumer, reads outside."""
+def check_sources(
+    manifest: Manifest, programs: Sequence[Program], prover: Prover, *, tied_head: bool = False
+) -> list[Finding]:
+    """Findings about the sources of the whole fleet: names and elements without consumer, reads outside.
+
+    `tied_head` says that the model computes logits with its embedding, whatever the trainer calls the head.
+    """
     used: list[dict[Region, None]] = [{} for _ in range(len(manifest))]
     retyped: dict[int, dict[Region, None]] = {}
     for program in programs:
@@ -134,10 +139,11 @@ def check_sources(manifest: Manifest, programs: Sequence[Program], prover: Prove
     for k, name in enumerate(manifest.names):
         if not used[k] and k not in retyped and extents[manifest.shapes[k]].numel:
             other = next((alias for alias in tied if _same_name(alias, name)), None)
-            if other is not None:
-                sentence = (
-                    f"source name {name!r} goes nowhere: the model ties {other!r} to {tied[other]!r}, "
-                    "which is sent by its own name"
+            if other is not None or (tied_head and _same_name("lm_head.weight", name)):
+                sentence = f"source name {name!r} goes nowhere: the model ties " + (
+                    f"{other!r} to {tied[other]!r}, which is sent by its own name"
+                    if other
+                    else "its head to its embedding"
                 )
                 findings.append(Finding("RDT322", sentence, (name,), "note"))
                 continue
