@@ -146,7 +146,7 @@ def verify(plan: Path, as_json: bool) -> None:
         fleet = file.fleet()
         digest = file.digest
     findings = verify_fleet(fleet)
-    open_findings = [f for f in findings if not waived(f, fleet.waivers)]
+    open_findings = [f for f in findings if f.severity == "error" and not waived(f, fleet.waivers)]
     if as_json:
         import orjson
 
@@ -156,10 +156,12 @@ def verify(plan: Path, as_json: bool) -> None:
         ]
         click.echo(orjson.dumps({"digest": digest, "findings": rows}, option=orjson.OPT_INDENT_2).decode())
     else:
-        for finding in open_findings:
-            click.secho(str(finding), fg="red")
+        for finding in findings:
+            if finding.severity == "note" or finding in open_findings:
+                click.secho(str(finding), fg="yellow" if finding.severity == "note" else "red")
         if not open_findings:
-            accepted = f" ({len(findings)} findings waived)" if findings else ""
+            count = sum(f.severity == "error" for f in findings)
+            accepted = f" ({count} findings waived)" if count else ""
             click.echo(
                 f"{plan}: sound. {len(fleet.consumers)} workers, {len(fleet.producers)} trainer ranks, "
                 f"{fleet.overview.source_names:,} source names; every element is written once{accepted}"

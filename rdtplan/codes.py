@@ -241,6 +241,12 @@ CODES: dict[str, Code] = {
         "Some elements of this source reach no worker: part of a weight is lost.",
         "If that is meant, waive it: --waive RDT321:PATTERN.",
     ),
+    "RDT322": Code(
+        "tied weight sent twice",
+        "The model ties two weights and the trainer sends both names; the tied name is loaded by nobody, as in vLLM. "
+        "A note, not an error.",
+        "Nothing, when the trainer ties them too; else set `tie_word_embeddings` to false in config.json.",
+    ),
     "RDT330": Code(
         "plan contradicts itself",
         "A table of the plan has an index, offset, order or digest that cannot be.",

@@ -144,9 +144,11 @@ def assemble(
     )
     note("planning", 1, 2)
     plan = _seal(draft, fleet, model, compiler)
-    refuse(verify_fleet(plan), fleet.waivers)
+    findings = verify_fleet(plan)
+    refuse(findings, fleet.waivers)
     note("planning", 2, 2)
-    return plan
+    remarks = tuple(f.sentence for f in findings if f.severity == "note")
+    return evolve(plan, notes=(*plan.notes, *remarks)) if remarks else plan
 
 
 def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
@@ -155,16 +157,18 @@ def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
     trace = draft.trace
     assert draft.provenance and draft.keys and draft.scatters and draft.chunks and draft.lifetimes
     touched = {*trace.fetches.parameters, *trace.fills.parameters, *trace.operations.parameters}
-    kept = tuple(
-        name
-        for k, name in enumerate(trace.parameters.names)
-        if k not in touched and any(w.code == "RDT310" and fnmatchcase(name, w.pattern) for w in waivers)
-    )
+    untouched = dict(zip(trace.untouched, trace.untouched_reasons or ("",) * len(trace.untouched), strict=True))
+    for k, name in enumerate(trace.parameters.names):
+        accepted = [w.pattern for w in waivers if w.code == "RDT310" and fnmatchcase(name, w.pattern)]
+        if k not in touched and accepted:
+            untouched[name] = f"accepted: --waive RDT310:{accepted[0]}"
+    names = tuple(sorted(untouched, key=lambda name: not untouched[name].startswith("accepted")))
     return Program(
         position=trace.position,
         geometry_digest=geometry_digest(trace.parameters),
         dtype_table=trace.dtype_table,
-        untouched=(*kept, *trace.untouched),
+        untouched=names,
+        untouched_reasons=tuple(untouched[name] for name in names),
         parameters=trace.parameters,
         regions=trace.regions,
         keys=draft.keys,

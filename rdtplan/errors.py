@@ -6,6 +6,8 @@ Every error that a user can meet names the thing, the expected and the actual va
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class RdtError(Exception):
     """Base of all errors raised on purpose. `fix` says what the user can do."""
@@ -48,6 +50,8 @@ class PlanError(RdtError):
     """The inputs are well formed but no complete plan exists for them."""
 
     code = "RDT300"
+    findings: tuple[Any, ...] = ()
+    """What verification found (`rdtplan.verify.Finding`), where it was verification that refused."""
 
 
 class PlanFormatError(RdtError):

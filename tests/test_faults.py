@@ -499,7 +499,7 @@ def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
     write_plan(make_plan(Scenario()), tmp_path / "p")
     plan = load_trainer(tmp_path / "p", 0)
     first = Producer(plan, RandomSource(plan.manifest, None), "local", authkey=b"k", address=("127.0.0.1", 0))
-    with pytest.raises(InputError, match=r"RDT114.*cannot listen at"):
+    with pytest.raises(InputError, match=r"RDT115.*cannot listen at"):
         Producer(plan, RandomSource(plan.manifest, None), "local", authkey=b"k", address=first.address)
     first.close()
 

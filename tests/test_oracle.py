@@ -17,7 +17,7 @@ from rdtexec.plans import chunk_scatters
 from rdtplan.compiler import Fleet, compile_plan
 from rdtplan.inputs.owners import OwnerRule
 from rdtplan.ir.manifest import SourceTensor, build_manifest
-from rdtplan.ir.plan import FleetPlan, Program, Waiver
+from rdtplan.ir.plan import FleetPlan, Program
 from rdtplan.ir.topology import InferenceTopology, Position, TransferSettings, positions
 from rdtplan.ir.traces import Fills
 from rdtplan.trace import dry_run
@@ -86,9 +86,7 @@ class Bench:
         return self._sources[name]
 
     def compile(self, name: str, topology: InferenceTopology, **fleet: Any) -> FleetPlan:
-        # a tied model whose trainer also sends the head: vLLM ignores that name, and the plan when told to
-        waivers = (Waiver("RDT320", "lm_head.weight"),) if name.endswith("@both") else ()
-        described = Fleet(topology=topology, waivers=waivers, **fleet)
+        described = Fleet(topology=topology, **fleet)
         return compile_plan(self.config_dir(name), corpus_manifest(name), described, jobs=1)
 
     def rank(self, name: str, topology: InferenceTopology, position: Position) -> Rank:
@@ -156,6 +154,16 @@ def test_replicas_share_their_programs(bench: Bench) -> None:
     assert replicas[0].program != replicas[1].program
     copies = bench.compile("Qwen3ForCausalLM", LAYOUTS["dp2"]).consumers
     assert copies[0].program is copies[1].program
+
+
+def test_a_tied_head_that_is_sent_as_well_is_noted(bench: Bench) -> None:
+    """Rule: a tied head is one storage with the embedding, written once; its own name goes nowhere, with a note."""
+    plan = bench.compile("LlamaForCausalLM@both", LAYOUTS["tp2"])
+    assert any("'lm_head.weight' goes nowhere" in note for note in plan.notes)
+    head = plan.manifest.names.index("lm_head.weight")
+    for consumer in plan.consumers:
+        assert head not in consumer.program.keys.source
+        assert ("lm_head.weight",) in consumer.program.parameters.aliases
 
 
 def test_padding_is_filled_with_zeros(bench: Bench) -> None:

@@ -828,7 +828,7 @@ def test_a_sound_plan_has_no_findings(plan: FleetPlan) -> None:
 
 # Fields that may say anything: provenance, constants that only a dry run knows, settings that only widen.
 FREE = re.compile(
-    r"groups\[\]\.label|program\.(untouched|position)|provenance\.|fills\.(values|before)"
+    r"groups\[\]\.label|program\.(untouched|untouched_reasons|position)|provenance\.|fills\.(values|before)"
     r"|seal\.(compiler|model|notes)|seal\.settings\.max_chunk_bytes|seal\.topology\.expert_parallel"
     r"|regions( |$)|(manifest|program)\.(dtype|shape)_table|parameters\.module_names"
 )

@@ -352,6 +352,22 @@ def _without(table: Fetches | Fills, k: int) -> dict[str, Any]:
     return {n: getattr(table, n)[:k] + getattr(table, n)[k + 1 :] for n in names}
 
 
+def test_a_tied_weight_that_is_sent_twice_is_a_note(sound: Loader) -> None:
+    """The tied name goes nowhere, as in vLLM; a plan that has it is complete, and says so."""
+    entries = [
+        *ENTRIES,
+        SourceTensor("head.weight", "bfloat16", (6, 4)),
+        SourceTensor("ahead.weight", "bfloat16", (1,)),
+    ]
+    out = evolve(sound, manifest=build_manifest(entries), aliases=[("model.head.weight",), (), ()])
+    assert "'ahead.weight' is taken by no loader" in refusal(out).message
+    assert "'head.weight' is taken" not in refusal(out).message.replace("'ahead.weight'", "")
+    out = evolve(out, manifest=build_manifest(entries[:-1]))
+    plan = plan_of(out)
+    assert [(f.code, f.severity) for f in verify_fleet(plan)] == [("RDT322", "note")]
+    assert plan.notes[-1].startswith("source name 'head.weight' goes nowhere: the model ties 'model.head.weight' to")
+
+
 # -- waivers -------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +383,7 @@ def test_a_parameter_may_keep_its_value_by_name(sound: Loader) -> None:
         assert refusal(out, (wrong,)).code == "RDT310"
     plan = plan_of(out, (Waiver("RDT310", "*.norm.*"),))
     assert plan.consumers[0].program.untouched == ("model.norm.weight", "model.rotary_emb.cos_sin_cache")
+    assert plan.consumers[0].program.untouched_reasons[0] == "accepted: --waive RDT310:*.norm.*"
     assert plan.waivers == (Waiver("RDT310", "*.norm.*"),)
     assert [f.code for f in verify_fleet(plan)] == ["RDT310"]
     refuse(verify_fleet(plan), plan.waivers)

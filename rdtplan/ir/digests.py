@@ -87,10 +87,10 @@ def _converter() -> cattrs.Converter:
 
 
 def consumer_digest(program: Program, routing: Routing) -> str:
-    """Over everything that one worker executes; not over where its writes came from."""
+    """Over everything that one worker executes; not over where its writes came from, or why it leaves what it does."""
     converter = _converter()
     plain = converter.unstructure(program)
-    del plain["provenance"]
+    del plain["provenance"], plain["untouched_reasons"]
     return sha256([plain, converter.unstructure(routing)])
 
 

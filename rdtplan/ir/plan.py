@@ -42,6 +42,8 @@ class ModelIdentity:
     quantization: str | None
     config_digest: str
     """SHA-256 of the canonical `config.json`."""
+    tied_embeddings: bool = False
+    """Does the config tie the head to the embedding?"""
 
 
 @frozen(slots=True)
@@ -157,6 +159,8 @@ class Program:
     """Names that no loader writes: buffers that the model computes itself, and parameters whose finding was
     waived.
     """
+    untouched_reasons: tuple[str, ...]
+    """Why each of them may stay as it is; for people, and in no digest."""
     parameters: Parameters = field(metadata=SHARED)
     regions: tuple[Region, ...] = field(metadata=SHARED)
     keys: Keys = field(metadata=SHARED)

@@ -93,6 +93,8 @@ class RankTrace:
     """A fill: index into `loaders`."""
     untouched: tuple[str, ...]
     """Buffers that no loader writes."""
+    untouched_reasons: tuple[str, ...] = ()
+    """Why each of them may stay as it is."""
     operations: Operations = NO_OPERATIONS
     leaves: Leaves = NO_LEAVES
     expressions: tuple[Expression, ...] = ()

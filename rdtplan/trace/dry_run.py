@@ -160,6 +160,7 @@ def _to_trace(recorder: Recorder, watched: Watched, position: Position) -> RankT
         fills=Fills(*zip(*fills, strict=True)) if fills else Fills((), (), (), ()),
         fill_loaders=tuple(row[4] for row in recorder.fills),
         untouched=untouched,
+        untouched_reasons=tuple(watched.reason(name) for name in untouched),
         operations=operations,
         leaves=leaves,
         expressions=tuple(recorder.expressions),

@@ -60,13 +60,15 @@ def read_config(config_dir: str | os.PathLike[str]) -> dict[str, Any]:
     return config
 
 
+_LENGTH_LIMITS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"),
+    *("max_target_positions", "model_max_length"),
+)
+
+
 def _max_model_len(config: dict[str, Any]) -> int:
     """A short context: it shapes no parameter, and keeps position tables small."""
-    limits = [
-        part.get(key)
-        for part in (config, config.get("text_config") or {})
-        for key in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-    ]
+    limits = [part.get(key) for part in (config, config.get("text_config") or {}) for key in _LENGTH_LIMITS]
     return min([128, *(n for n in limits if isinstance(n, int) and n > 0)])
 
 
@@ -139,6 +141,7 @@ def model_identity(config_dir: str | os.PathLike[str], vllm_config: Any) -> Mode
         dtype=str(model_config.dtype).removeprefix("torch."),
         quantization=model_config.quantization,
         config_digest=sha256(config),
+        tied_embeddings=bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False)),
     )
 
 

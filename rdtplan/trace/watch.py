@@ -24,6 +24,11 @@ class Watched:
         """Storage offset of the tensor, elements; regions are relative to it."""
         self.kinds: list[str] = []
         self.aliases: list[list[str]] = []
+        self._passing = {
+            f"{path}.{name}".lstrip(".")
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name in module._non_persistent_buffers_set
+        }
         self._storages: list[torch.UntypedStorage] = []
         """Held, so that no other storage can get the same address."""
         self._of_storage: dict[int, list[tuple[int, int, int]]] = {}
@@ -65,6 +70,12 @@ class Watched:
             return rows[0][2]
         at = t.storage_offset() * t.element_size()
         return next((row for lo, hi, row in rows if lo <= at < hi), None)
+
+    def reason(self, name: str) -> str:
+        """Why a tensor that no loader writes may stay as it is."""
+        if name in self._passing:
+            return "the model computes it; no checkpoint holds this buffer"
+        return "no loader writes this buffer; it keeps what the model made"
 
     def placed(self) -> dict[str, tuple[int, int]]:
         """Name -> (storage, storage offset): the same before and after a load that replaces no memory."""

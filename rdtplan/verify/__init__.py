@@ -28,4 +28,5 @@ def _check_coverage(plan: FleetPlan) -> list[Finding]:
     for consumer in programs.values():
         where = f"worker {consumer.consumer_id} ({consumer.position})"
         findings += check_destinations(consumer.program, prover, where)
-    return findings + check_sources(plan.manifest, [c.program for c in programs.values()], prover)
+    tied = plan.model.tied_embeddings
+    return findings + check_sources(plan.manifest, [c.program for c in programs.values()], prover, tied_head=tied)

@@ -130,8 +130,13 @@ def _add_operations(
             fetched[row].append(region)
 
 
-def check_sources(manifest: Manifest, programs: Sequence[Program], prover: Prover) -> list[Finding]:
-    """Findings about the sources of the whole fleet: names and elements without consumer, reads outside."""
+def check_sources(
+    manifest: Manifest, programs: Sequence[Program], prover: Prover, *, tied_head: bool = False
+) -> list[Finding]:
+    """Findings about the sources of the whole fleet: names and elements without consumer, reads outside.
+
+    `tied_head` says that the model computes logits with its embedding, whatever the trainer calls the head.
+    """
     used: list[dict[Region, None]] = [{} for _ in range(len(manifest))]
     retyped: dict[int, dict[Region, None]] = {}
     for program in programs:
@@ -144,8 +149,18 @@ def check_sources(manifest: Manifest, programs: Sequence[Program], prover: Prove
                 retyped.setdefault(source, {})[in_bytes(program.regions[region], size)] = None
     extents = [canonical(s, contiguous_stride(s), 0) for s in manifest.shape_table]
     findings: list[Finding] = []
+    tied = {alias: p.names[k] for p in (x.parameters for x in programs) for k, a in enumerate(p.aliases) for alias in a}
     for k, name in enumerate(manifest.names):
         if not used[k] and k not in retyped and extents[manifest.shapes[k]].numel:
+            other = next((alias for alias in tied if _same_name(alias, name)), None)
+            if other is not None or (tied_head and _same_name("lm_head.weight", name)):
+                sentence = f"source name {name!r} goes nowhere: the model ties " + (
+                    f"{other!r} to {tied[other]!r}, which is sent by its own name"
+                    if other
+                    else "its head to its embedding"
+                )
+                findings.append(Finding("RDT322", sentence, (name,), "note"))
+                continue
             sentence = f"source name {name!r} is taken by no loader of any worker"
             findings.append(Finding("RDT320", sentence, (name,)))
     for k, name in enumerate(manifest.names):
@@ -170,6 +185,11 @@ def check_sources(manifest: Manifest, programs: Sequence[Program], prover: Prove
             )
             findings.append(Finding("RDT321", sentence, (name,)))
     return findings
+
+
+def _same_name(a: str, b: str) -> bool:
+    """Do two dotted names mean one tensor, one of them seen from further outside?"""
+    return a == b or a.endswith(f".{b}") or b.endswith(f".{a}")
 
 
 def in_bytes(region: Region, size: int) -> Region:

@@ -51,8 +51,10 @@ def refuse(findings: list[Finding], waivers: Iterable[Waiver] = (), limit: int =
     }
     found = [fixes[c] for c in dict.fromkeys(f.code for f in errors) if c in fixes]
     noun = "finding" if len(errors) == 1 else "findings"
-    raise PlanError(
+    refusal = PlanError(
         f"the plan is not complete, {len(errors)} {noun}:\n" + "\n".join(lines),
         fix="; ".join(found) or "the manifest, the model's config and the layout must fit each other",
         code=errors[0].code,
     )
+    refusal.findings = tuple(errors)
+    raise refusal

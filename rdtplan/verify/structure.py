@@ -131,6 +131,8 @@ def check_program(program: Program, manifest: Manifest, groups: int, classes: in
     operations, leaves = program.operations, program.leaves
     known = len(origin.operation_loader) == len(operations)
     c.that(known, "provenance.operation_loader", "an operation lacks its origin")
+    known = len(program.untouched_reasons) == len(program.untouched)
+    c.that(known, "untouched_reasons", "a name that stays as it is lacks its reason")
     n_regions, n_parameters = len(program.regions), len(program.parameters)
     for column, bound, field in (
         (keys.source, len(manifest), "keys.source"),
