@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from rdtexec import consumer as consumer_module
 from rdtexec.consumer import Consumer
@@ -192,6 +192,16 @@ def _before(owner: Any, name: str, action: Callable[[], None]) -> None:
     setattr(owner, name, struck)
 
 
+def _replace_once(owner: Any, name: str, replacement: Callable[..., None]) -> None:
+    original = getattr(owner, name)
+
+    def struck(*args: Any) -> None:
+        setattr(owner, name, original)
+        replacement(*args)
+
+    setattr(owner, name, struck)
+
+
 def _after(owner: Any, name: str, action: Callable[[], None]) -> None:
     original = getattr(owner, name)
 
@@ -229,16 +239,20 @@ class Setup:
     stall_timeout_s: float
     faults: Faults | None
     ray_address: str
+    far: tuple[int, ...]
+    """Workers that say they are on another node."""
     options: dict[str, Any]
     """More settings of producers and consumers, by role."""
+    outside: list[str] = field(factory=list)
+    """Processes that do not join the Ray cluster."""
 
 
-def join_ray(address: str) -> None:
+def join_ray(setup: Setup, name: str) -> None:
     """Join the Ray cluster that the test has started, if there is one."""
-    if address:
+    if setup.ray_address and name not in setup.outside:
         import ray
 
-        ray.init(address=address, namespace="fleet", log_to_driver=False, configure_logging=False)
+        ray.init(address=setup.ray_address, namespace="fleet", log_to_driver=False, configure_logging=False)
 
 
 def _observer(role: str, number: int, identity: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +264,7 @@ def _observer(role: str, number: int, identity: str, options: dict[str, Any]) ->
 
 def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
     torch.set_num_threads(1)
-    join_ray(setup.ray_address)
+    join_ray(setup, f"producer {rank}")
     faults = setup.faults if setup.faults and setup.faults.rank == rank else None
     live: list[Producer] = []
     sources: list[RandomSource] = []
@@ -283,6 +297,16 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
         for transport in live[0]._transports.values():
             _after(transport, "serve", lambda transport=transport: flip_served(transport))
 
+    def kill_ring_actor(when: str) -> None:
+        """Now, or when the next chunk has been packed and not announced."""
+        import ray
+
+        transport: Any = live[0]._transports["ray_rdt"]
+        if when == "now":
+            ray.kill(transport._actor)
+        else:
+            _after(transport, "serve", lambda: ray.kill(transport._actor))
+
     handlers: dict[str, Callable[[Any], Any]] = {
         "start": start,
         "sync": sync,
@@ -290,7 +314,7 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
         "strike": lambda strike: strike_producer(live[0], strike),
         "corrupt": corrupt,
         "usage": usage,
-        "ring actor": lambda _: live[0]._transports["ray_rdt"]._actor_name,
+        "kill ring actor": kill_ring_actor,
     }
     serve_commands(pipe, handlers)
     for producer in live:
@@ -306,13 +330,15 @@ def flip_served(transport: Any) -> None:
 
 def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
     torch.set_num_threads(1)
-    join_ray(setup.ray_address)
+    join_ray(setup, f"worker {consumer}")
     plan = load_worker(setup.path, consumer)
     program = plan.consumer.program
     model = destination_model(program.parameters)
     poison(model, 0x5A)
     live: list[Consumer] = []
     broken = setup.faults is not None and setup.faults.kind == "hook"
+    if consumer in setup.far:
+        consumer_module.node = lambda: "another node"  # type: ignore[assignment]
 
     def start(addresses: Any) -> Any:
         """Connect, for the first time or anew; where the receive pool lies."""
@@ -339,6 +365,18 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
         nonlocal broken
         broken = False
 
+    def break_nixl(step: str) -> None:
+        """The next agent does not start, for want of a network; or it starts, and registering memory fails."""
+        if step == "agent":
+            os.environ["UCX_TLS"] = "rc_mlx5"
+        else:
+            import nixl._api
+
+            def refuse(*_: Any, **__: Any) -> None:
+                raise nixl._api.nixlBind.nixlBackendError("NIXL_ERR_BACKEND")
+
+            _replace_once(nixl._api.nixl_agent, "register_memory", refuse)
+
     def check(sync: int) -> list[str]:
         wanted = expected_parameters(setup.scenario, setup.plan, consumer, sync)
         have = dict(model.named_parameters())
@@ -356,6 +394,8 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
         "sync": lambda number: live[0].sync(number),
         "check": check,
         "mend": mend,
+        "break nixl": break_nixl,
+        "heal nixl": lambda _: os.environ.pop("UCX_TLS", None),
         "fingerprint": fingerprint,
         "strike": lambda strike: strike_consumer(live[0], strike),
         "transports": lambda _: {rank: live[0].transport_of(rank) for rank in live[0]._uses},
@@ -475,6 +515,7 @@ def running(
     faults: Faults | None = None,
     connect: bool = True,
     ray_address: str = "",
+    far: tuple[int, ...] = (),
     **options: dict[str, Any],
 ) -> Iterator[Fleet]:
     """Write the plan, start every process, connect, and clean up. `options` are settings by role."""
@@ -482,7 +523,7 @@ def running(
     path = directory / "fleet.plan"
     write_plan(plan, path)
     setup = Setup(
-        scenario, plan, str(path), transport, new_authkey(), stall_timeout_s, faults, ray_address, dict(options)
+        scenario, plan, str(path), transport, new_authkey(), stall_timeout_s, faults, ray_address, far, dict(options)
     )
     mains: dict[str, Any] = {f"producer {r}": (producer_main, (setup, r)) for r in range(scenario.trainer_ranks)}
     for replica in range(scenario.topology.replicas):
