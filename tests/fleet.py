@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -214,6 +215,18 @@ def _after(owner: Any, name: str, action: Callable[[], None]) -> None:
     setattr(owner, name, struck)
 
 
+class Heard(logging.Handler):
+    """Keeps what the runtime logs in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        logging.getLogger("rdtexec").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 def usage(_: Any = None) -> dict[str, int]:
     """What this process holds: resident bytes, descriptors, threads, and files in /dev/shm (of the whole machine)."""
     gc.collect()
@@ -239,6 +252,8 @@ class Setup:
     stall_timeout_s: float
     faults: Faults | None
     ray_address: str
+    answer_s: float
+    """How long a process may take to answer: a deadline of the tests, not of the product."""
     far: tuple[int, ...]
     """Workers that say they are on another node."""
     options: dict[str, Any]
@@ -266,6 +281,7 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
     torch.set_num_threads(1)
     join_ray(setup, f"producer {rank}")
     faults = setup.faults if setup.faults and setup.faults.rank == rank else None
+    heard = Heard()
     live: list[Producer] = []
     sources: list[RandomSource] = []
 
@@ -314,6 +330,7 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
         "strike": lambda strike: strike_producer(live[0], strike),
         "corrupt": corrupt,
         "usage": usage,
+        "log": lambda _: "\n".join(heard.messages),
         "kill ring actor": kill_ring_actor,
     }
     serve_commands(pipe, handlers)
@@ -335,6 +352,7 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
     program = plan.consumer.program
     model = destination_model(program.parameters)
     poison(model, 0x5A)
+    heard = Heard()
     live: list[Consumer] = []
     broken = setup.faults is not None and setup.faults.kind == "hook"
     if consumer in setup.far:
@@ -400,6 +418,7 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
         "strike": lambda strike: strike_consumer(live[0], strike),
         "transports": lambda _: {rank: live[0].transport_of(rank) for rank in live[0]._uses},
         "usage": usage,
+        "log": lambda _: "\n".join(heard.messages),
         "close": close,
     }
     serve_commands(pipe, handlers)
@@ -436,13 +455,13 @@ class Fleet:
     def sync(self, sync: int, live: Sequence[int] | None = None, weights: int | None = None) -> dict[str, Any]:
         self.begin(sync, live, weights)
         taking_part = self.workers if live is None else [self.workers[c] for c in live]
-        return collect([*self.producers, *taking_part], ANSWER_S)
+        return collect([*self.producers, *taking_part], self.setup.answer_s)
 
     def ask(self, of: Sequence[Child], command: str, argument: Any = None) -> list[Any]:
         """The same command to several; their answers in order."""
         for child in of:
             child.tell(command, argument)
-        answers = collect(list(of), ANSWER_S)
+        answers = collect(list(of), self.setup.answer_s)
         return [answers[child.name] for child in of]
 
     def connect(self, *cids: int) -> list[Any]:
@@ -461,14 +480,14 @@ class Fleet:
         return child.pipe.recv()
 
     def endings(self, of: Sequence[Child], since: float | None = None) -> dict[str, Ending]:
-        """How the command under way ends in each process; fails when one is silent for `ANSWER_S`."""
+        """How the command under way ends in each process; fails when one is silent for `answer_s`."""
         began = time.monotonic() if since is None else since
-        deadline = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + self.setup.answer_s
         pending = {child.pipe: child.name for child in of}
         found: dict[str, Ending] = {}
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-            assert ready, f"{sorted(pending.values())} did not end within {ANSWER_S} s"
+            assert ready, f"{sorted(pending.values())} did not end within {self.setup.answer_s} s"
             for pipe in ready:
                 name = pending.pop(pipe)  # type: ignore[call-overload]
                 try:
@@ -489,7 +508,7 @@ class Fleet:
 
     def _restart(self, old: Child, main: Callable[..., None], number: int) -> Child:
         old.process.kill()
-        old.process.join(ANSWER_S)
+        old.process.join(self.setup.answer_s)
         ours, theirs = _context().Pipe()
         process = _context().Process(target=main, args=(theirs, self.setup, number), name=old.name, daemon=True)
         process.start()
@@ -519,11 +538,24 @@ def running(
     **options: dict[str, Any],
 ) -> Iterator[Fleet]:
     """Write the plan, start every process, connect, and clean up. `options` are settings by role."""
+    answer_s = 300.0 if ray_address else ANSWER_S
+    if ray_address:  # starting an actor and NIXL in every process takes long on a small machine
+        options["consumer"] = {"connect_timeout_s": 240.0} | options.get("consumer", {})
     plan = make_plan(scenario)
     path = directory / "fleet.plan"
     write_plan(plan, path)
     setup = Setup(
-        scenario, plan, str(path), transport, new_authkey(), stall_timeout_s, faults, ray_address, far, dict(options)
+        scenario,
+        plan,
+        str(path),
+        transport,
+        new_authkey(),
+        stall_timeout_s,
+        faults,
+        ray_address,
+        answer_s,
+        far,
+        dict(options),
     )
     mains: dict[str, Any] = {f"producer {r}": (producer_main, (setup, r)) for r in range(scenario.trainer_ranks)}
     for replica in range(scenario.topology.replicas):

@@ -1,4 +1,4 @@
-"""What a fleet says of itself: checksums, the alarm for identical payloads, JSON lines, metrics; and when they break."""
+"""What a fleet says of itself: checksums, the alarm for identical payloads, JSON lines, metrics; and their faults."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rdtexec.reports import Observer, ProducerReport
 from rdtplan.errors import InputError
 from rdtplan.ir.topology import InferenceTopology, TransferSettings
 from tests.fleet import Faults, Fleet, running
-from tests.plans import Scenario, Sizes
+from tests.plans import Scenario
 from tests.test_faults import ALONE, FLEET, SMALL, TRANSPORTS, Note, failed, recover
 
-SPLIT = Scenario(SMALL, InferenceTopology(tensor_parallel=2), TransferSettings(max_chunk_bytes=256), trainer_ranks=2)
+SPLIT = Scenario(SMALL, InferenceTopology(tensor_parallel=2), TransferSettings(max_chunk_bytes=64), trainer_ranks=2)
 """More than sixteen chunks a worker, so that `sampled` leaves some out of every sync."""
 
 
@@ -106,14 +106,14 @@ def test_an_identical_payload_is_said_or_refused_or_ignored(transport: str, tmp_
 
 
 @pytest.mark.parametrize("mode", ["warn", "ignore"])
-def test_an_identical_payload_need_not_fail(mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_identical_payload_need_not_fail(mode: str, tmp_path: Path) -> None:
     """The report and, with `warn`, the log say it; changed weights are not reported."""
     with running(ALONE, tmp_path, "local", producer={"on_identical": mode}) as fleet:
         fleet.sync(0)
         assert fleet.sync(1, weights=0)["producer 0"].identical is (mode == "warn")
         assert fleet.sync(2)["producer 0"].identical is False
         assert fleet.wrong(2) == {}
-    assert ("sent what the sync before sent" in capfd.readouterr().err) is (mode == "warn")
+        assert ("sent what the sync before sent" in fleet.ask(fleet.producers, "log")[0]) is (mode == "warn")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def test_every_sync_is_a_line_of_json(tmp_path: Path) -> None:
             assert "the source ended before" in of[1]["error"]
 
 
-def test_a_full_disk_fails_no_sync(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_fails_no_sync(tmp_path: Path) -> None:
     """Statistics that cannot be written are a warning."""
     for name in ("producer-0", "consumer-0", "consumer-1"):
         (tmp_path / f"{name}.jsonl").symlink_to("/dev/full")
@@ -150,8 +150,10 @@ def test_a_full_disk_fails_no_sync(tmp_path: Path, capfd: pytest.CaptureFixture[
         for sync in range(2):
             fleet.sync(sync)
             assert fleet.wrong(sync) == {}
-    said = capfd.readouterr().err
-    assert all(f"statistics were not written to {tmp_path}/{n}.jsonl" in said for n in ("producer-0", "consumer-1"))
+        for said, name in zip(
+            fleet.ask(fleet.everyone, "log"), ("producer-0", "consumer-0", "consumer-1"), strict=True
+        ):
+            assert said.count(f"statistics were not written to {tmp_path}/{name}.jsonl") == 2
 
 
 REPORT = ProducerReport(7, 1, 2, 3, 0.5, 0.1, 0.1, 0.1, 0.1, 4096, False, 0)
@@ -206,8 +208,3 @@ def test_metrics_are_served_over_http() -> None:
     assert f'rdtexec_syncs_total{{{who}result="ok",role="producer"}} 2.0' in text
     assert f'rdtexec_syncs_total{{{who}result="failed",role="producer"}} 1.0' in text
     assert f'rdtexec_bytes_total{{{who}role="producer"}} 6.0' in text
-
-
-def test_sizes_hold_what_the_tests_need() -> None:
-    """More than one chunk a group in `SPLIT`; otherwise sampling would be all or nothing."""
-    assert Sizes(layers=2, dense_layers=1) == SMALL
