@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from rdtexec import consumer as consumer_module
 from rdtexec.consumer import Consumer
@@ -199,6 +200,16 @@ def _before(owner: Any, name: str, action: Callable[[], None]) -> None:
     setattr(owner, name, struck)
 
 
+def _replace_once(owner: Any, name: str, replacement: Callable[..., None]) -> None:
+    original = getattr(owner, name)
+
+    def struck(*args: Any) -> None:
+        setattr(owner, name, original)
+        replacement(*args)
+
+    setattr(owner, name, struck)
+
+
 def _after(owner: Any, name: str, action: Callable[[], None]) -> None:
     original = getattr(owner, name)
 
@@ -209,6 +220,18 @@ def _after(owner: Any, name: str, action: Callable[[], None]) -> None:
         return found
 
     setattr(owner, name, struck)
+
+
+class Heard(logging.Handler):
+    """Keeps what the runtime logs in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        logging.getLogger("rdtexec").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 def usage(_: Any = None) -> dict[str, int]:
@@ -236,16 +259,22 @@ class Setup:
     stall_timeout_s: float
     faults: Faults | None
     ray_address: str
+    answer_s: float
+    """How long a process may take to answer: a deadline of the tests, not of the product."""
+    far: tuple[int, ...]
+    """Workers that say they are on another node."""
     options: dict[str, Any]
     """More settings of producers and consumers, by role."""
+    outside: list[str] = field(factory=list)
+    """Processes that do not join the Ray cluster."""
 
 
-def join_ray(address: str) -> None:
+def join_ray(setup: Setup, name: str) -> None:
     """Join the Ray cluster that the test has started, if there is one."""
-    if address:
+    if setup.ray_address and name not in setup.outside:
         import ray
 
-        ray.init(address=address, namespace="fleet", log_to_driver=False, configure_logging=False)
+        ray.init(address=setup.ray_address, namespace="fleet", log_to_driver=False, configure_logging=False)
 
 
 def _observer(role: str, number: int, identity: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -257,8 +286,9 @@ def _observer(role: str, number: int, identity: str, options: dict[str, Any]) ->
 
 def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
     torch.set_num_threads(1)
-    join_ray(setup.ray_address)
+    join_ray(setup, f"producer {rank}")
     faults = setup.faults if setup.faults and setup.faults.rank == rank else None
+    heard = Heard()
     live: list[Producer] = []
     sources: list[RandomSource] = []
 
@@ -290,6 +320,16 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
         for transport in live[0]._transports.values():
             _after(transport, "serve", lambda transport=transport: flip_served(transport))
 
+    def kill_ring_actor(when: str) -> None:
+        """Now, or when the next chunk has been packed and not announced."""
+        import ray
+
+        transport: Any = live[0]._transports["ray_rdt"]
+        if when == "now":
+            ray.kill(transport._actor)
+        else:
+            _after(transport, "serve", lambda: ray.kill(transport._actor))
+
     handlers: dict[str, Callable[[Any], Any]] = {
         "start": start,
         "sync": sync,
@@ -297,7 +337,8 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
         "strike": lambda strike: strike_producer(live[0], strike),
         "corrupt": corrupt,
         "usage": usage,
-        "ring actor": lambda _: live[0]._transports["ray_rdt"]._actor_name,
+        "log": lambda _: "\n".join(heard.messages),
+        "kill ring actor": kill_ring_actor,
     }
     serve_commands(pipe, handlers)
     for producer in live:
@@ -313,13 +354,16 @@ def flip_served(transport: Any) -> None:
 
 def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
     torch.set_num_threads(1)
-    join_ray(setup.ray_address)
+    join_ray(setup, f"worker {consumer}")
     plan = load_worker(setup.path, consumer)
     program = plan.consumer.program
     model = destination_model(program.parameters)
     poison(model, 0x5A)
+    heard = Heard()
     live: list[Consumer] = []
     broken = setup.faults is not None and setup.faults.kind == "hook"
+    if consumer in setup.far:
+        consumer_module.node = lambda: "another node"  # type: ignore[assignment]
 
     def start(addresses: Any) -> Any:
         """Connect, for the first time or anew; where the receive pool lies."""
@@ -346,6 +390,18 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
         nonlocal broken
         broken = False
 
+    def break_nixl(step: str) -> None:
+        """The next agent does not start, for want of a network; or it starts, and registering memory fails."""
+        if step == "agent":
+            os.environ["UCX_TLS"] = "rc_mlx5"
+        else:
+            import nixl._api
+
+            def refuse(*_: Any, **__: Any) -> None:
+                raise nixl._api.nixlBind.nixlBackendError("NIXL_ERR_BACKEND")
+
+            _replace_once(nixl._api.nixl_agent, "register_memory", refuse)
+
     def check(sync: int) -> list[str]:
         wanted = expected_parameters(setup.scenario, setup.plan, consumer, sync)
         have = dict(model.named_parameters())
@@ -363,10 +419,13 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
         "sync": lambda number: live[0].sync(number),
         "check": check,
         "mend": mend,
+        "break nixl": break_nixl,
+        "heal nixl": lambda _: os.environ.pop("UCX_TLS", None),
         "fingerprint": fingerprint,
         "strike": lambda strike: strike_consumer(live[0], strike),
         "transports": lambda _: {rank: live[0].transport_of(rank) for rank in live[0]._uses},
         "usage": usage,
+        "log": lambda _: "\n".join(heard.messages),
         "close": close,
     }
     serve_commands(pipe, handlers)
@@ -403,13 +462,13 @@ class Fleet:
     def sync(self, sync: int, live: Sequence[int] | None = None, weights: int | None = None) -> dict[str, Any]:
         self.begin(sync, live, weights)
         taking_part = self.workers if live is None else [self.workers[c] for c in live]
-        return collect([*self.producers, *taking_part], ANSWER_S)
+        return collect([*self.producers, *taking_part], self.setup.answer_s)
 
     def ask(self, of: Sequence[Child], command: str, argument: Any = None) -> list[Any]:
         """The same command to several; their answers in order."""
         for child in of:
             child.tell(command, argument)
-        answers = collect(list(of), ANSWER_S)
+        answers = collect(list(of), self.setup.answer_s)
         return [answers[child.name] for child in of]
 
     def connect(self, *cids: int) -> list[Any]:
@@ -428,14 +487,14 @@ class Fleet:
         return child.pipe.recv()
 
     def endings(self, of: Sequence[Child], since: float | None = None) -> dict[str, Ending]:
-        """How the command under way ends in each process; fails when one is silent for `ANSWER_S`."""
+        """How the command under way ends in each process; fails when one is silent for `answer_s`."""
         began = time.monotonic() if since is None else since
-        deadline = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + self.setup.answer_s
         pending = {child.pipe: child.name for child in of}
         found: dict[str, Ending] = {}
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-            assert ready, f"{sorted(pending.values())} did not end within {ANSWER_S} s"
+            assert ready, f"{sorted(pending.values())} did not end within {self.setup.answer_s} s"
             for pipe in ready:
                 name = pending.pop(pipe)  # type: ignore[call-overload]
                 try:
@@ -456,7 +515,7 @@ class Fleet:
 
     def _restart(self, old: Child, main: Callable[..., None], number: int) -> Child:
         old.process.kill()
-        old.process.join(ANSWER_S)
+        old.process.join(self.setup.answer_s)
         ours, theirs = _context().Pipe()
         process = _context().Process(target=main, args=(theirs, self.setup, number), name=old.name, daemon=True)
         process.start()
@@ -482,14 +541,28 @@ def running(
     faults: Faults | None = None,
     connect: bool = True,
     ray_address: str = "",
+    far: tuple[int, ...] = (),
     **options: dict[str, Any],
 ) -> Iterator[Fleet]:
     """Write the plan, start every process, connect, and clean up. `options` are settings by role."""
+    answer_s = 300.0 if ray_address else ANSWER_S
+    if ray_address:  # starting an actor and NIXL in every process takes long on a small machine
+        options["consumer"] = {"connect_timeout_s": 240.0} | options.get("consumer", {})
     plan = make_plan(scenario)
     path = directory / "fleet.plan"
     write_plan(plan, path)
     setup = Setup(
-        scenario, plan, str(path), transport, new_authkey(), stall_timeout_s, faults, ray_address, dict(options)
+        scenario,
+        plan,
+        str(path),
+        transport,
+        new_authkey(),
+        stall_timeout_s,
+        faults,
+        ray_address,
+        answer_s,
+        far,
+        dict(options),
     )
     mains: dict[str, Any] = {f"producer {r}": (producer_main, (setup, r)) for r in range(scenario.trainer_ranks)}
     for replica in range(scenario.topology.replicas):

@@ -518,6 +518,26 @@ def test_a_receive_pool_larger_than_memory(tmp_path: Path, note: Note) -> None:
         note("a receive pool larger than memory", "nixl", endings, "a plan with smaller slots")
 
 
+@pytest.mark.parametrize(("step", "code"), [("agent", "RDT614"), ("memory", "RDT615")])
+def test_nixl_does_not_start_or_does_not_register(step: str, code: str, tmp_path: Path, note: Note) -> None:
+    """The worker's init fails and says which; a sync without it works, and one with it when NIXL does."""
+    with running(ALONE, tmp_path, "nixl", connect=False) as fleet:
+        fleet.connect(0)
+        fleet.ask([fleet.workers[1]], "break nixl", step)
+        began = time.monotonic()
+        fleet.workers[1].tell("start", fleet.addresses)
+        endings = fleet.endings([fleet.workers[1]], began)
+        failed(endings, code)
+        fault = "NIXL finds no network device" if step == "agent" else "NIXL registers no memory"
+        note(fault, "nixl", endings, "mend it and init again")
+        fleet.sync(0, live=[0])
+        assert fleet.wrong(0, [0]) == {}
+        fleet.ask([fleet.workers[1]], "heal nixl")
+        fleet.connect(1)
+        fleet.sync(1)
+        assert fleet.wrong(1) == {}
+
+
 @pytest.mark.parametrize("transport", ["nixl"])
 def test_a_reinit_reuses_the_pool_or_is_refused(transport: str, tmp_path: Path) -> None:
     """The same geometry gets the same memory; another is refused with both, and the old connection works on."""
@@ -544,8 +564,7 @@ def test_a_reinit_reuses_the_pool_or_is_refused(transport: str, tmp_path: Path) 
                 authkey=fleet.authkey,
                 pool=consumer.pool,
             )
-        for child, command in ((fleet.producers[0], (2, [0], 2)),):
-            child.tell("sync", command)
+        fleet.producers[0].tell("sync", (2, [0], 2))
         assert consumer.sync(2).pulls == len(plan.consumer.program.chunks)
         assert fleet.endings(fleet.producers)["producer 0"].status == "ok"
         consumer.close()
