@@ -14,7 +14,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from oracle import Rank, Sources
 
 from rdtplan.compile import Fleet, compile_plan
 from rdtplan.errors import InputError, PlanError, RdtError, TraceError
-from rdtplan.ir.plan import FleetPlan, Waiver
+from rdtplan.ir.plan import FleetPlan, Program, Waiver
 from rdtplan.ir.topology import InferenceTopology, Position, positions
 from rdtplan.verify.findings import WAIVABLE
 
@@ -58,7 +58,14 @@ class Outcome:
 # -- what the CPU build lacks -------------------------------------------------------------------------------------
 
 
-class _Anything:
+class _AnyClass(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _Anything(metaclass=_AnyClass):
     """Stands for every class and function of a module that is imported and not used."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -85,7 +92,7 @@ def _empty_package(name: str) -> types.ModuleType:
 def _raise_or_any(module: str, attribute: str) -> Any:
     if attribute.startswith("__"):
         raise AttributeError(f"{module}.{attribute}")
-    return type(attribute, (_Anything,), {})
+    return _AnyClass(attribute, (_Anything,), {})
 
 
 _TORCHVISION = [
@@ -169,7 +176,7 @@ def check(config_dir: Path, name: str, topology: InferenceTopology, seed: int = 
     stock: list[dict[str, torch.Tensor]] = []
     for rank in ranks:
         try:
-            stock.append(oracle.snapshot(oracle.stock_load(rank, sources)))
+            stock.append(_loaded(rank, lambda model: oracle.load_stock(model, sources)))
         except Exception as error:
             return Outcome("stock", _words(error))
     waivers: tuple[Waiver, ...] = ()
@@ -204,7 +211,11 @@ def _compare(
     different: dict[str, int] = {}
     for rank, wanted, consumer in zip(ranks, stock, plan.consumers, strict=True):
         program = consumer.program
-        planned = oracle.snapshot(oracle.planned_load(rank, program, plan.manifest, sources, "packed"))
+
+        def load(model: torch.nn.Module, program: Program = program) -> None:
+            oracle.load_planned(model, program, plan.manifest, sources, "packed")
+
+        planned = _loaded(rank, load)
         kept = {w.pattern for w in waivers if w.code == "RDT310"}
         for tensor in kept & set(planned):  # nobody writes it: each model holds its own poison
             if (planned[tensor] == oracle.PLAN_POISON).all() and (wanted[tensor] == oracle.STOCK_POISON).all():
@@ -223,6 +234,19 @@ def _compare(
         sum(len(p.operations) for p in programs),
         different,
     )
+
+
+def _loaded(rank: Rank, load: Callable[[torch.nn.Module], None]) -> dict[str, torch.Tensor]:
+    """The bytes of a model after a load, without plain attributes that it left alone: they may never have been set."""
+    with rank.model() as model:
+        before = oracle.snapshot(model)
+        load(model)
+        after = oracle.snapshot(model)
+        held = {
+            *dict(model.named_parameters(remove_duplicate=False)),
+            *dict(model.named_buffers(remove_duplicate=False)),
+        }
+    return {n: x for n, x in after.items() if n in held or n not in before or not torch.equal(x, before[n])}
 
 
 def _words(error: BaseException) -> str:

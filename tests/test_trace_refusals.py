@@ -823,6 +823,15 @@ def rewrites_between_fetches(model: Any, w: Tensor) -> None:
     model.leaf.weight[4:].copy_(w[4:])
 
 
+@accepted()
+def selects_rows_by_a_table(model: Any, w: Tensor) -> None:
+    own = (model.leaf.table % 2 == 1).nonzero().flatten() if not model.leaf.table.is_meta else torch.arange(1, 8, 2)
+    own = own.to(w.device)
+    model.leaf.weight[:4].copy_(w[own])
+    model.leaf.weight[4:].copy_(w[(own - 1).flip(0).to(w.device)])
+    assert own[0].item() == 1
+
+
 @accepted(6, 4)
 def rewrites_padding(model: Any, w: Tensor) -> None:
     model.leaf.weight[6:].fill_(2.0)

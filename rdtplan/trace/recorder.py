@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from types import CodeType
 from typing import Any
 
@@ -256,7 +256,11 @@ class Recorder(TorchFunctionMode):
         if func in CREATORS:
             return self._create(func, name, args, kwargs)
         if not touched or func in _ALLOCATORS:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if func in CONVERSIONS and isinstance(out, Tensor) and out.is_meta and not args[0].is_meta:
+                args, kwargs, _ = _without_device(args, kwargs)  # a table keeps its data wherever sources lie
+                out = func(*args, **kwargs)
+            return out
         if func in _READERS:
             raise self._refuse(touched[0], f"calls {name}(), which needs the data", "RDT201")
         try:
@@ -276,7 +280,9 @@ class Recorder(TorchFunctionMode):
                 parent = origin[1] if origin is not None and origin[0] == source else ()
                 setattr(result, _ORIGIN, (source, (parent, func, args[1:], kwargs, None)))
             elif self.watched.find(result) is None:
-                value = None if result is not out else self._lower(func, args, kwargs, out)
+                value = None
+                if result is out:
+                    value = self._rows(*args) if func is _GETITEM else self._lower(func, args, kwargs, out)
                 self._derive(result, touched[0], f"{name}()", value)
         return out
 
@@ -327,6 +333,26 @@ class Recorder(TorchFunctionMode):
         strides = values.contiguous_stride(value.shape)
         laid_out = canonical((out.shape[d] for d in order), (strides[d] for d in order), 0)
         return values.region(value, (out.shape[d] for d in order), laid_out, out.dtype)
+
+    def _rows(self, t: Tensor, index: Any) -> Value | None:
+        """Rows of `t` by a table of the model: which experts are a worker's own, say."""
+        known = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
+        if not known or index.is_meta or self._unreadable(index) or not index.numel():
+            return None
+        value = self._value(t)
+        if value is None:
+            return None
+        rows = [row % value.shape[0] for row in index.tolist()]
+        inner, strides = value.shape[1:], values.contiguous_stride(value.shape)
+        steps = {b - a for a, b in pairwise(rows)} or {0}
+        if len(steps) == 1 and min(steps) >= 0:
+            where = canonical((len(rows), *inner), (min(steps) * strides[0], *strides[1:]), rows[0] * strides[0])
+            return values.region(value, (len(rows), *inner), where, value.dtype)
+        pieces = [
+            values.region(value, (1, *inner), canonical(inner, strides[1:], row * strides[0]), value.dtype)
+            for row in rows
+        ]
+        return values.cat(pieces, 0, value.dtype, (len(rows), *inner))
 
     def _operand(self, argument: Any) -> Any:
         """What a lowering takes for an argument of a call; None for a tensor whose value is not known."""
