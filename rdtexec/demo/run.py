@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
 from attrs import frozen
 from rich.console import Console
 
@@ -21,7 +22,7 @@ from rdtplan.inputs.owners import read_owner_rules
 from rdtplan.ir.file import write_plan
 from rdtplan.ir.plan import FleetPlan
 from rdtplan.ir.topology import InferenceTopology, TransferSettings, consumer_id, positions
-from rdtplan.report.tables import make_table
+from rdtplan.report.tables import table
 from rdtplan.report.units import human_bytes
 
 ROUNDS = 3
@@ -154,10 +155,9 @@ def _as_dict(plan: FleetPlan, results: list[TransportResult]) -> dict[str, Any]:
 def _print_table(console: Console, plan: FleetPlan, results: list[TransportResult]) -> None:
     o = plan.overview
     title = f"{TRAINER_RANKS} trainer ranks (2 pipeline stages) -> {plan.topology.workers} workers (TP2 + EP)"
-    headings = ("bytes/worker", "broadcast", "pulls", "chunks", "streams", "ms per sync", "byte-exact")
-    table = make_table(title, "transport", *headings)
-    for r in results:
-        table.add_row(
+    headings = ("transport", "bytes/worker", "broadcast", "pulls", "chunks", "streams", "ms per sync", "byte-exact")
+    rows = [
+        [
             r.transport,
             human_bytes(max(o.pulled_nbytes)),
             human_bytes(o.manifest_nbytes),
@@ -166,8 +166,11 @@ def _print_table(console: Console, plan: FleetPlan, results: list[TransportResul
             str(max(o.streams)),
             " ".join(f"{1e3 * s:.0f}" for s in r.seconds),
             f"{r.compared - len(r.wrong)} of {r.compared}",
-        )
-    console.print(table)
+        ]
+        for r in results
+    ]
+    for line in table(title, headings, rows, console.width):
+        click.echo(line)
     for r in results:
         console.print(f"{r.transport}: {r.compared - len(r.wrong)} of {r.compared} parameters byte-exact")
         for line in r.wrong[:8]:

@@ -22,12 +22,13 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import attrs
 import orjson
 
 from rdtplan.errors import PlanFormatError
+from rdtplan.ir import compression
 from rdtplan.ir.plan import FORMAT, ConsumerPlan, FleetPlan, ProducerPlan, Program
 from rdtplan.ir.serialize import PART, Packed, canonical_bytes, first_reason, make_converter
 
@@ -96,10 +97,12 @@ def encode(plan: FleetPlan) -> tuple[bytes, str]:
 def write_plan(plan: FleetPlan, path: str | os.PathLike[str]) -> str:
     """Write a plan so that a full disk or a crash leaves the old file or none; returns the fleet digest.
 
-    PlanFormatError RDT407 when the file cannot be written.
+    A name that ends in `.zst` makes a compressed file. PlanFormatError RDT407 when the file cannot be written.
     """
     data, digest = encode(plan)
     target = Path(path)
+    if target.suffix == compression.SUFFIX:
+        data = compression.compress(data, target)
     temporary = ""
     try:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as out:
@@ -131,7 +134,7 @@ class PlanFile:
         self._parts: dict[tuple[int, Any], Any] = {}
         self._expanded = 0
         try:
-            self._file = open(self.path, "rb")  # noqa: SIM115 - kept open for the life of the object
+            self._file: BinaryIO = open(self.path, "rb")  # noqa: SIM115 - kept open for the life of the object
         except OSError as error:
             raise PlanFormatError(
                 f"cannot open plan {self.path}: {error.strerror}",
@@ -145,7 +148,9 @@ class PlanFile:
             raise
 
     def _open(self) -> None:
-        size = os.fstat(self._file.fileno()).st_size
+        self._file = compression.plain(self._file, self.path)
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(0)
         self._budget = FREE_ENTRIES + ENTRIES_PER_BYTE * size
         line = self._file.readline(MAX_SEAL_NBYTES)
         seal = _parse(line, f"{self.path}: line 1, the seal")

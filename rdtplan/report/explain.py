@@ -232,7 +232,7 @@ def _write_table(e: Explained, width: int) -> list[str]:
         target = f"{w.parameter} " if e.direction == "source" else ""
         row = [ranges(w.workers), ranges(w.producers), source + w.slice, target + w.destination, human_bytes(w.nbytes)]
         rows.append(row)
-    heads = ["worker", "from rank", "slice", "lands in", "bytes, all"]
+    heads = ["worker", "from rank", "slice", "lands in", "bytes"]
     return table("", heads, rows, width, text=(0, 1, 2, 3))
 
 

@@ -20,11 +20,13 @@ def table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, text: Sequence[int] = (0,)
 ) -> list[str]:
     """Lines of a table no wider than `width`. Columns listed in `text` are left aligned, the others right."""
-    shown = _columns_that_fit(headings, rows, width, text)
-    widths = _widths([headings, *rows], shown, width, text)
+    least = _least_widths([headings, *rows], text)
+    gap = 2 if sum(least) + 2 * (len(least) - 1) <= width else 1
+    shown = _columns_that_fit(least, width, gap)
+    widths = _widths([headings, *rows], shown, width, text, gap)
     lines = [click.style(line, bold=True) for line in paragraph(title, width)] if title else []
     heads = [(headings[c], w, c in text) for c, w in zip(shown, widths, strict=True)]
-    lines.append(click.style("  ".join(_cell(h, w, left) for h, w, left in heads).rstrip(), dim=True))
+    lines.append(click.style((" " * gap).join(_cell(h, w, left) for h, w, left in heads).rstrip(), dim=True))
     for row in rows:
         cells = [_fold(row[c], w) if c in text else [row[c]] for c, w in zip(shown, widths, strict=True)]
         for k in range(max(map(len, cells))):
@@ -32,22 +34,22 @@ def table(
                 _cell(cell[k] if k < len(cell) else "", w, c in text)
                 for cell, c, w in zip(cells, shown, widths, strict=True)
             ]
-            lines.append("  ".join(parts).rstrip())
+            lines.append((" " * gap).join(parts).rstrip())
     hidden = [headings[c] for c in range(len(headings)) if c not in shown]
     if hidden:
         lines += paragraph(f"(not shown at this width: {', '.join(hidden)})", width)
     return lines
 
 
-def _columns_that_fit(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], width: int, text: Sequence[int]
-) -> list[int]:
+def _least_widths(rows: Sequence[Sequence[str]], text: Sequence[int]) -> list[int]:
+    """What every column needs at least: its longest number, or a text folded."""
+    return [min(n, _NARROWEST) if c in text else n for c, n in enumerate(_natural(rows, range(len(rows[0]))))]
+
+
+def _columns_that_fit(least: Sequence[int], width: int, gap: int) -> list[int]:
     """Indices of the columns to show: all, or without the last ones that are too much."""
-    least = [
-        min(n, _NARROWEST) if c in text else n for c, n in enumerate(_natural([headings, *rows], range(len(headings))))
-    ]
-    shown = list(range(len(headings)))
-    while len(shown) > 1 and sum(least[c] for c in shown) + 2 * (len(shown) - 1) > width:
+    shown = list(range(len(least)))
+    while len(shown) > 1 and sum(least[c] for c in shown) + gap * (len(shown) - 1) > width:
         shown.pop()
     return shown
 
@@ -56,10 +58,10 @@ def _natural(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> list[int]
     return [max(len(row[c]) for row in rows) for c in columns]
 
 
-def _widths(rows: Sequence[Sequence[str]], shown: list[int], width: int, text: Sequence[int]) -> list[int]:
+def _widths(rows: Sequence[Sequence[str]], shown: list[int], width: int, text: Sequence[int], gap: int) -> list[int]:
     """Widths of the shown columns; the widest text columns give way first."""
     widths = _natural(rows, shown)
-    while (over := sum(widths) + 2 * (len(widths) - 1) - width) > 0:
+    while (over := sum(widths) + gap * (len(widths) - 1) - width) > 0:
         folding = [k for k, c in enumerate(shown) if c in text and widths[k] > min(_NARROWEST, width)]
         if not folding:
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 
 from rdtplan.errors import InputError
 
@@ -81,13 +82,17 @@ def parse_seconds(text: str, option: str) -> float:
 
 
 def ranges(numbers: Iterable[int], limit: int = 6) -> str:
-    """Ascending numbers as runs, the first `limit` of them.
+    """Ascending numbers as runs, the first `limit` of them; numbers at even steps by their first two and the last.
 
-    >>> ranges([0, 1, 2, 3, 7, 9, 10])
-    '0-3, 7, 9-10'
+    >>> ranges([0, 1, 2, 3, 7, 9, 10]), ranges([0, 2, 4, 6])
+    ('0-3, 7, 9-10', '0, 2, ... 6')
     """
+    ordered = sorted(set(numbers))
+    steps = {b - a for a, b in pairwise(ordered)}
+    if len(ordered) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{ordered[0]}, {ordered[1]}, ... {ordered[-1]}"
     runs: list[list[int]] = []
-    for n in sorted(set(numbers)):
+    for n in ordered:
         if runs and n == runs[-1][1] + 1:
             runs[-1][1] = n
         else:
