@@ -165,9 +165,10 @@ def runtime_rules(transport: str) -> Any:
             manifest=plan.field("manifest"),
             ownership=plan.field("ownership"),
             groups=plan.field("groups"),
+            topology=plan.field("topology"),
             settings=plan.field("settings"),
         )
-        return ServeState(part, share_slots=transport == "nixl")
+        return ServeState(part)
 
     return Rules(run, serve_state, needs_slots=transport == "nixl", frees_on_landing=transport == "nixl")
 

@@ -302,6 +302,7 @@ class _Consumer:
         self._busy: set[tuple[int, int]] = set()
         self._scatter_free = 0
         self._in_flight: dict[int, Any] = {}
+        self._unscattered = len(plan.program.chunks)
         self._thread = threading.Thread(target=self._main, daemon=True)
 
     # -- the turn --------------------------------------------------------------------------------------------------
@@ -340,6 +341,8 @@ class _Consumer:
         self._back.release()
 
     def _sync(self) -> None:
+        if not self._unscattered:
+            self._complete()
         program, settings = self._plan.program, self._w.settings
         for group, after in enumerate(program.free_after):
             if after == -1:
@@ -434,6 +437,15 @@ class _Consumer:
             )
         )
 
+        self._unscattered -= 1
+        if not self._unscattered:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Tell every producer, as the runtime does, that the model is complete."""
+        for producer in self._w.producers:
+            self._w.after(self._w.latency, lambda s=producer.state: s.complete(self.id, SYNC))  # type: ignore[misc]
+
     def _free_after(self, chunk: int) -> None:
         group = self._plan.program.chunks.group[chunk]
         if self._plan.program.free_after[group] == chunk:
@@ -464,7 +476,8 @@ class _Producer:
 
     def begin(self) -> None:
         self.state = self._w.rules.serve_state(self._w.plan, self.rank, self._plans)
-        self.state.begin(SYNC, tuple(self._plans))
+        sharing = self._plans if self._w.rules.needs_slots else ()  # one packed slot for all with the same plan
+        self.state.begin(SYNC, tuple(self._plans), sharing)
 
     def step(self) -> bool:
         """Serve, release and begin to gather whatever is possible now."""
