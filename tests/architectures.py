@@ -178,7 +178,7 @@ def check(config_dir: Path, name: str, topology: InferenceTopology, seed: int = 
         try:
             stock.append(_loaded(rank, lambda model: oracle.load_stock(model, sources)))
         except Exception as error:
-            return Outcome("stock", _words(error))
+            return Outcome("stock", _words(error).replace(f" from {config_dir}", ""))
     waivers: tuple[Waiver, ...] = ()
     try:
         plan, waivers = _compile(config_dir, entries, topology)

@@ -832,6 +832,14 @@ def selects_rows_by_a_table(model: Any, w: Tensor) -> None:
     assert own[0].item() == 1
 
 
+@accepted(4, 8)
+def selects_rows_of_a_transpose(model: Any, w: Tensor) -> None:
+    own = torch.arange(0, 8, 2)
+    model.leaf.weight[:2].copy_(w.t()[own][2:])
+    model.leaf.weight[2:4].copy_(w.t()[own][:2])
+    model.leaf.weight[4:].copy_(w.t()[own + 1])
+
+
 @accepted(6, 4)
 def rewrites_padding(model: Any, w: Tensor) -> None:
     model.leaf.weight[6:].fill_(2.0)

@@ -312,7 +312,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _lower(self, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> Value | None:
-        """The value of a result, laid out as its memory is; None when the closed table does not have it."""
+        """The value of a result in logical order; None when the closed table does not have it."""
         lower = LOWER.get(func)
         if lower is None:
             return None
@@ -322,17 +322,7 @@ class Recorder(TorchFunctionMode):
         named = {k: self._operand(v) for k, v in kwargs.items()}
         if None in operands or any(isinstance(a, list) and None in a for a in operands):
             return None
-        value = lower(operands, {k: v for k, v in named.items() if v is not None}, out)
-        if value is None or value.shape != tuple(out.shape):
-            return None
-        if out.is_contiguous():
-            return value
-        order = sorted(range(out.dim()), key=lambda d: -out.stride(d))
-        if not out.permute(order).is_contiguous():
-            return None
-        strides = values.contiguous_stride(value.shape)
-        laid_out = canonical((out.shape[d] for d in order), (strides[d] for d in order), 0)
-        return values.region(value, (out.shape[d] for d in order), laid_out, out.dtype)
+        return lower(operands, {k: v for k, v in named.items() if v is not None}, out)
 
     def _rows(self, t: Tensor, index: Any) -> Value | None:
         """Rows of `t` by a table of the model: which experts are a worker's own, say."""
@@ -392,7 +382,8 @@ class Recorder(TorchFunctionMode):
     def _derive(self, result: Tensor, cause: Tensor, step: str, value: Value | None) -> None:
         source, words = self._describe(cause) or (None, "")
         storage = result.untyped_storage()._cdata
-        self._derived[storage] = Derived(result, source, f"{words} -> {step}" if words else step, value)
+        laid_out = None if value is None else _laid_out(value, result)
+        self._derived[storage] = Derived(result, source, f"{words} -> {step}" if words else step, laid_out)
 
     # -- writes ----------------------------------------------------------------------------------------------
 
@@ -698,11 +689,7 @@ class Recorder(TorchFunctionMode):
             return None
         if not isinstance(out, Tensor) or out.shape != args[0].shape:
             return None
-        value = self._lower(plain, args, kwargs, out)
-        if value is None or out.is_contiguous():
-            return value
-        logical = torch.empty(0, device="meta").as_strided(out.shape, out.stride())
-        return values.region(value, out.shape, canonical(logical.shape, logical.stride(), 0), out.dtype)
+        return self._lower(plain, args, kwargs, out)
 
     def _write_elsewhere(
         self, func: Any, name: str, target: Tensor, args: Any, kwargs: dict[str, Any], blamed: Tensor
@@ -866,6 +853,23 @@ def _without_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, A
     kept = tuple(a for a in args[1:] if isinstance(a, Tensor | torch.dtype | torch.memory_format))
     moved = len(kept) < len(args) - 1 or len(rest) < len(kwargs)
     return (args[0], *kept), rest, moved
+
+
+def _laid_out(value: Value, result: Tensor) -> Value | None:
+    """A value as its memory holds it: torch keeps a transposed operand's layout, and views are read off memory.
+
+    None when the result is not the value's, or its memory has holes.
+    """
+    if value.shape != tuple(result.shape) or value.dtype != result.dtype:
+        return None
+    if result.is_contiguous():
+        return value
+    order = sorted(range(result.dim()), key=lambda d: -result.stride(d))
+    if not result.permute(order).is_contiguous():
+        return None
+    strides = values.contiguous_stride(value.shape)
+    sizes = [value.shape[d] for d in order]
+    return values.region(value, sizes, canonical(sizes, (strides[d] for d in order), 0), value.dtype)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
