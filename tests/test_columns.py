@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,7 @@ def test_a_table_entry_that_nothing_uses_is_refused(tmp_path: Path) -> None:
     forge(data, tmp_path / "p", edit)
     with pytest.raises(PlanFormatError), PlanFile(tmp_path / "p") as file:
         file.fleet()
+
+
+def test_examples_in_docstrings_hold() -> None:
+    assert doctest.testmod(columns).failed == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import re
 import subprocess
@@ -418,3 +420,8 @@ def test_help_is_light() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert shown.rstrip().endswith("[]") and re.search(r"simulate +Predict one sync", shown), shown
+
+
+@pytest.mark.parametrize("module", ["boxes", "names", "units", "writes"])
+def test_examples_in_docstrings_hold(module: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"rdtplan.report.{module}")).failed == 0
