@@ -129,7 +129,7 @@ class Producer:
         Every trainer rank must be given the same. TransferError when one of them dies, stalls, or the source is wrong;
         another sync can be run afterwards.
         """
-        taking_part = self._taking_part(live)
+        taking_part = self.taking_part(live)
         started = time.perf_counter()
         gather_s = publish_s = wait_s = 0.0
         try:
@@ -205,7 +205,8 @@ class Producer:
             return error
         return TransferError(f"{error.message}; {'; '.join(said[:4])}", fix=error.fix, code=error.code)
 
-    def _taking_part(self, live: Collection[int] | None) -> tuple[int, ...]:
+    def taking_part(self, live: Collection[int] | None) -> tuple[int, ...]:
+        """The consumers of a sync with these live ones; InputError RDT113 when the plan does not have them."""
         everyone = self.plan.consumer_ids if self.plan.producer.groups else ()  # nobody connects to who has nothing
         if live is None or not everyone:
             return everyone

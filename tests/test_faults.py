@@ -166,16 +166,15 @@ def test_a_stopped_consumer(point: str, transport: str, tmp_path: Path, note: No
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("point", ["serve", "free"])
 def test_a_stopped_producer(point: str, transport: str, tmp_path: Path, note: Note) -> None:
-    """Every worker names it at the deadline, and nothing is written to a model after that, however late it goes on."""
+    """Who waits for it names it at the deadline, and nothing is written to a model after that, however late it goes on."""
     with running(FLEET, tmp_path, transport, stall_timeout_s=STALL_S) as fleet:
         fleet.sync(0)
         fleet.ask([fleet.producers[0]], "strike", Strike(point, signal.SIGSTOP))
         fleet.begin(1)
         endings = fleet.endings([fleet.producers[1], *fleet.workers])
         assert all(e.status == "error" for e in endings.values()), endings
-        for child in fleet.workers:
-            assert re.search(r"of producer 0|producers \[0\]", endings[child.name].value), endings
-        assert re.search(r"of producer 0|producers \[0\]", endings["producer 1"].value), endings
+        named = {n for n, e in endings.items() if re.search(r"of producer 0|producers \[0\]", e.value)}
+        assert {"producer 1", "worker 0"} <= named, endings  # worker 1 may be held up by producer 1 alone
         fault = "between pack and ready" if point == "serve" else "after serving, before the free"
         note(f"a producer is stopped, {fault}", transport, endings, "it goes on, and all connect anew")
         before = fleet.ask(fleet.workers, "fingerprint")

@@ -62,6 +62,25 @@ def check_lifecycle(lifecycle: dict[str, Any]) -> None:
     assert lifecycle["right plan after a wrong one"]
 
 
+def check_operations(found: dict[str, Any]) -> None:
+    """Everything that is to be refused is, by name, and every sync after it is right."""
+    for setting in ("num_rdt_buffers is 7", "gather_lookahead is 9", "num_consumers is 3", "stall_timeout_s must be"):
+        assert setting in found["wrong settings"], found["wrong settings"]
+    reasons = {
+        "live consumer 5": "RDT113",
+        "identical": "sent what the sync before sent",
+        "nothing": "the source ended before",
+        "raising": "the trainer's gather broke",
+    }
+    for name, words in reasons.items():
+        assert words in found[name], (name, found[name])
+    assert found["good"] == [True] * 7
+    assert sorted(found["statistics"]) == ["consumer-0", "producer-0"]
+    consumer = found["statistics"]["consumer-0"]
+    assert sum(row["ok"] for row in consumer) == 7
+    assert all(row["checked"] == row["pulls"] == len(row["chunks"]) > 0 for row in consumer if row["ok"])
+
+
 def test_dense_models(tmp_path: Path) -> None:
     """Llama, and Llama with tied embeddings: the tie survives reloads, failed ones too."""
     found = trials(tmp_path, "LlamaForCausalLM", "LlamaForCausalLM@both")
@@ -69,6 +88,7 @@ def test_dense_models(tmp_path: Path) -> None:
         check_syncs(of)
         check_recovery(of)
     check_lifecycle(found["LlamaForCausalLM"]["lifecycle"])
+    check_operations(found["LlamaForCausalLM"]["operations"])
 
 
 def test_experts(tmp_path: Path) -> None:

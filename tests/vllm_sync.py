@@ -63,6 +63,8 @@ class CheckpointSource(WeightSource):
     def __init__(self, checkpoint: Path) -> None:
         self.use(checkpoint)
 
+    broken = False
+
     def use(self, checkpoint: Path) -> None:
         self.weights = load_file(str(checkpoint / "model.safetensors"))
 
@@ -70,7 +72,10 @@ class CheckpointSource(WeightSource):
         return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.weights.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.weights.items()
+        for number, item in enumerate(self.weights.items()):
+            if self.broken and number == 3:
+                raise ValueError("the trainer's gather broke")
+            yield item
 
 
 class InProcessClient:
@@ -319,6 +324,43 @@ def try_lifecycle(trial: Trial) -> dict[str, Any]:
     return found
 
 
+def try_operations(trial: Trial) -> dict[str, Any]:
+    """What a user does besides syncs: proofs, statistics, live consumers, rejoining; and what may fail on the way."""
+    found: dict[str, Any] = {}
+    stats = trial.directory / "stats"
+    wrong = {"num_rdt_buffers": 7, "gather_lookahead": 9, "num_consumers": 3, "stall_timeout_s": 0.0}
+    found["wrong settings"] = refusal(lambda: trial.trainer(transport="local", **wrong))
+    trainer = trial.trainer(
+        transport="local", checksums="full", stats_dir=str(stats), on_identical="fail", record_chunks=True
+    )
+    good = [_right(trial.sync(trainer, seed)) for seed in "AB"]
+    trial.client.init_weight_transfer_engine(trainer.init_payload(0))
+    good.append(_right(trial.sync(trainer, "A")))
+
+    trial.source.use(trial.checkpoints["B"])
+    trainer.send_weights([0])
+    good.append(generate(trial.llm) == trial.tokens["B"])
+    found["live consumer 5"] = refusal(lambda: trainer.send_weights([5]))
+    good.append(_right(trial.sync(trainer, "A")))
+
+    found["identical"] = refusal(trainer.send_weights)
+    good.append(_right(trial.sync(trainer, "A")))  # the retry
+
+    first = next(iter(trial.source.weights))
+    trial.source.weights[first] = None  # type: ignore[assignment]
+    found["nothing"] = refusal(trainer.send_weights)
+    trial.source.broken = True
+    found["raising"] = refusal(trainer.send_weights)
+    trial.source.broken = False
+    good.append(_right(trial.sync(trainer, "B")))
+    trainer.shutdown()
+    found["good"] = good
+    found["statistics"] = {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in stats.glob("*.jsonl")
+    }
+    return found
+
+
 def _right(sync: dict[str, Any]) -> bool:
     return sync["generation_equal"] and not sync["different"] and not sync["moved"]
 
@@ -331,6 +373,7 @@ def run(trial: Trial) -> dict[str, Any]:
         result["faulty_reload"] = try_faulty_reload(trial)
     if trial.lifecycle:
         result["lifecycle"] = try_lifecycle(trial)
+        result["operations"] = try_operations(trial)
     result["transports"] = try_transports(trial)
     result["recovery"] = try_recovery(trial)
     del trial.llm, trial.client

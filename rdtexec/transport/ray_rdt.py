@@ -157,7 +157,7 @@ class RayProducer(ProducerTransport):
             ray.get(self._actor.__ray_ready__.remote(), timeout=START_TIMEOUT_S)
         except ray.exceptions.GetTimeoutError:  # slow is not dead: another one would be as slow
             raise TransferError(
-                f"producer {self._rank}: its ring actor {self._actor_name} did not answer in {START_TIMEOUT_S:.0f} s",
+                f"producer {self._rank}: its ring actor {self._actor_name} was silent for {START_TIMEOUT_S:.0f} s",
                 fix="look at that actor's log, and whether this node is overloaded",
                 code="RDT617",
             ) from None

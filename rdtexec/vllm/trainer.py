@@ -206,6 +206,7 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
 
     def _start(self, live: Collection[int] | None) -> None:
         plan = self._producer.plan
+        self._producer.taking_part(live)  # before a worker has begun an update that nobody would serve
         if isinstance(self.client, ReplicaClient):
             self.client.limit_to(plan.consumer_ids if live is None else live, plan.topology.workers_per_replica)
         self.client.start_weight_update()
