@@ -166,7 +166,7 @@ def test_a_stopped_consumer(point: str, transport: str, tmp_path: Path, note: No
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("point", ["serve", "free"])
 def test_a_stopped_producer(point: str, transport: str, tmp_path: Path, note: Note) -> None:
-    """Who waits for it names it at the deadline, and nothing is written to a model after that, however late it goes on."""
+    """Who waits for it names it at the deadline; nothing is written to a model after that, however late it goes on."""
     with running(FLEET, tmp_path, transport, stall_timeout_s=STALL_S) as fleet:
         fleet.sync(0)
         fleet.ask([fleet.producers[0]], "strike", Strike(point, signal.SIGSTOP))
