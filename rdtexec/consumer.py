@@ -197,7 +197,7 @@ class Consumer:
         if answer["kind"] != kind or answer.get("rank", rank) != rank:
             raise TransferError(
                 f"producer {rank} refused consumer {self._me}: {answer.get('reason') or answer}",
-                fix="both ends must load the same plan file, and each the part of its own rank",
+                fix=answer.get("fix") or "both ends must load the same plan file, and each the part of its own rank",
                 code="RDT608",
             )
         return answer

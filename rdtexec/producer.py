@@ -487,15 +487,15 @@ class Producer:
         try:
             facts = self._transport(name).welcome(cid) if cid in self.plan.consumers else {}
         except Exception as error:
-            raise self._refusal(link, cid, _words(error)) from error
+            raise self._refusal(link, cid, _words(error), fix=getattr(error, "fix", "")) from error
         link.peer = f"consumer {cid}"
         with self._changed:
             self._welcomed[link] = (cid, name)
         link.send("welcome", rank=self.plan.producer.rank, transport=name, facts=facts)
 
-    def _refusal(self, link: Link, cid: object, reason: str) -> TransferError:
+    def _refusal(self, link: Link, cid: object, reason: str, *, fix: str = "") -> TransferError:
         """Tell a consumer why it is not welcome; the error to raise here."""
-        link.send("refused", reason=reason)
+        link.send("refused", reason=reason, fix=fix)
         return TransferError(f"consumer {cid!r} was refused: {reason}", code="RDT603")
 
     def _choose(self, message: Message) -> str | None:

@@ -274,6 +274,9 @@ def join_ray(setup: Setup, name: str) -> None:
     if setup.ray_address and name not in setup.outside:
         import ray
 
+        from rdtexec.transport import ray_rdt
+
+        ray_rdt.START_TIMEOUT_S = setup.answer_s / 2  # a small and busy machine starts actors slowly
         ray.init(address=setup.ray_address, namespace="fleet", log_to_driver=False, configure_logging=False)
 
 
