@@ -23,17 +23,19 @@ def cluster() -> Iterator[str]:
     """One node, no dashboard, little memory; its sockets lie in a short path."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    context = ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-        _temp_dir=directory,
-    )
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
-    shutil.rmtree(directory, ignore_errors=True)
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            _temp_dir=directory,
+        )
+        yield context.address_info["gcs_address"]
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def test_every_parameter_is_byte_exact_and_the_pool_is_kept(cluster: str, tmp_path: Path) -> None:
