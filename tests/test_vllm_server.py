@@ -74,8 +74,8 @@ def sync_back_and_forth(name: str, directory: Path, *layout: str, repair: bool =
                 trainer.shutdown()
 
 
-def run_trainer(directory: Path, order: Order) -> None:
-    """All ranks of a trainer, to the end; the first error of any rank fails the test."""
+def run_trainer(directory: Path, order: Order, *servers: Server) -> None:
+    """All ranks of a trainer, to the end; an error of any rank fails the test, with what the servers logged."""
     directory.mkdir()
     file = directory / "order.json"
     file.write_text(json.dumps(attrs.asdict(attrs.evolve(order, store=str(directory / "store")))))
@@ -90,6 +90,7 @@ def run_trainer(directory: Path, order: Order) -> None:
         for process in ranks:
             process.kill()
     logs = "".join(f"--- rank {r}\n{(directory / f'rank-{r}.log').read_text()[-3000:]}" for r in range(order.world))
+    logs += "".join(f"--- {s.url}\n{s.tail()}" for s in servers)
     assert codes == [0] * order.world, logs
 
 
@@ -122,7 +123,7 @@ def test_trainers_of_every_layout(tmp_path: Path) -> None:
                 repair_reload=True,
                 ray="",
             )
-            run_trainer(tmp_path / f"{name}-{world}", order)
+            run_trainer(tmp_path / f"{name}-{world}", order, running)
 
 
 @pytest.mark.timeout(900)
@@ -130,7 +131,7 @@ def test_two_replicas(tmp_path: Path) -> None:
     """Two independent servers behind one client, fed by two FSDP2 ranks over every transport."""
     checkpoints = {seed: write_checkpoint("LlamaForCausalLM", tmp_path / seed, ord(seed)) for seed in "AB"}
     options = ("--weight-transfer-config", '{"backend": "rdtexec"}')
-    with server(checkpoints["B"], *options) as one, server(checkpoints["A"], *options) as two, ray_cluster() as address:
+    with ray_cluster() as address, server(checkpoints["B"], *options) as one, server(checkpoints["A"], *options) as two:
         expected = {"B": one.completions(), "A": two.completions()}
         assert expected["A"] != expected["B"]
         order = Order(
@@ -146,7 +147,7 @@ def test_two_replicas(tmp_path: Path) -> None:
             repair_reload=False,
             ray=address,
         )
-        run_trainer(tmp_path / "trainer", order)
+        run_trainer(tmp_path / "trainer", order, one, two)
 
 
 @pytest.mark.timeout(900)
