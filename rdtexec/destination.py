@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
-from attrs import fields
+from attrs import evolve, fields
 
+from rdtexec.copies import ScatterMoves
+from rdtexec.moves import Move, make_move
 from rdtexec.plans import chunk_scatters
 from rdtplan.errors import PlanMismatch
 from rdtplan.ir.digests import geometry_digest, geometry_rows
+from rdtplan.ir.dtypes import itemsize
 from rdtplan.ir.plan import Program
-from rdtplan.ir.regions import Region, refine
+from rdtplan.ir.regions import Region, contiguous_stride, refine
 from rdtplan.ir.traces import Parameters
 from rdtplan.trace.watch import Watched
 
@@ -65,13 +68,18 @@ class Destination:
         module = self.program.parameters.modules[parameter]
         return module if module in self.program.lifetimes.module else None
 
-    def pairs_from_packed(self, chunk: int, packed: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(destination views, source views) of one chunk out of its packed bytes (flat uint8)."""
+    def pairs_from_packed(
+        self, chunk: int, packed: torch.Tensor, scatters: Iterable[int] | None = None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(destination views, source views) of one chunk out of its packed bytes (flat uint8).
+
+        `scatters`, of all of the chunk's unless given.
+        """
         program = self.program
         slices: dict[int, torch.Tensor] = {}
         dests: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for s in chunk_scatters(program, chunk):
+        for s in chunk_scatters(program, chunk) if scatters is None else scatters:
             key = program.scatters.key[s]
             if key not in slices:
                 slices[key] = packed_slice(program, key, packed)
@@ -81,13 +89,16 @@ class Destination:
         return dests, sources
 
     def pairs_from_sources(
-        self, chunk: int, full: dict[int, torch.Tensor]
+        self, chunk: int, full: dict[int, torch.Tensor], scatters: Iterable[int] | None = None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(destination views, source views) of one chunk straight out of full source tensors, by manifest index."""
+        """(destination views, source views) of one chunk straight out of full source tensors, by manifest index.
+
+        `scatters`, of all of the chunk's unless given.
+        """
         program = self.program
         dests: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for s in chunk_scatters(program, chunk):
+        for s in chunk_scatters(program, chunk) if scatters is None else scatters:
             key = program.scatters.key[s]
             parameter = program.scatters.parameter[s]
             source = typed(full[program.keys.source[key]], program.dtype_table[program.keys.dtype[key]])
@@ -97,6 +108,41 @@ class Destination:
             sources.append(strided(source, Region(shape, stride_a, a.offset)))
             dests.append(strided(self.tensors[parameter], Region(shape, stride_b, b.offset)))
         return dests, sources
+
+    def written(self, chunk: int) -> list[torch.Tensor]:
+        """Where the scatters of a chunk wrote, in plan order."""
+        scatters = self.program.scatters
+        return [self.view(scatters.parameter[s], scatters.region[s]) for s in chunk_scatters(self.program, chunk)]
+
+    def moves(self, chunk: int, offsets: Mapping[int, int] | None) -> ScatterMoves:
+        """The scatters of a chunk as moves, without a look at the tensors.
+
+        They read full source tensors that lie `offsets[manifest index]` bytes behind base 0, or, for None, the packed
+        chunk that base 0 is.
+        """
+        program = self.program
+        rows: dict[int, int] = {}
+        moves: list[Move] = []
+        rest: list[int] = []
+        for s in chunk_scatters(program, chunk):
+            key, parameter = program.scatters.key[s], program.scatters.parameter[s]
+            dtype = program.dtype_table[program.keys.dtype[key]]
+            dest = program.regions[program.scatters.region[s]]
+            move = None
+            if dtype == program.parameters.dtypes[parameter]:
+                bases = (0, rows.setdefault(parameter, 1 + len(rows)))
+                if offsets is None:
+                    stride, begin = contiguous_stride(dest.shape), program.keys.offset[key]
+                    move = make_move(bases, dest.shape, stride, dest.stride, 0, dest.offset, itemsize(dtype))
+                else:
+                    source, begin = program.regions[program.keys.region[key]], offsets[program.keys.source[key]]
+                    shape, a, b = refine(source, dest)
+                    move = make_move(bases, shape, a, b, source.offset, dest.offset, itemsize(dtype))
+            if move is None:
+                rest.append(s)
+            else:
+                moves.append(evolve(move, source_at=move.source_at + begin))
+        return ScatterMoves(tuple(moves), tuple(rows), tuple(rest))
 
 
 def _tie(live: Parameters, ties: Mapping[str, tuple[str, ...]]) -> Parameters:

@@ -23,9 +23,10 @@ class HostLane:
 
 
 class CudaLane:
-    """One CUDA stream; `record` marks its present end."""
+    """One CUDA stream; `record` marks its present end. Made by the thread that uses it, which then works on its GPU."""
 
     def __init__(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)  # a new thread starts on the first GPU
         self.stream = torch.cuda.Stream(device)
 
     def enter(self) -> contextlib.AbstractContextManager[Any]:
@@ -46,8 +47,27 @@ def make_lane(device: torch.device) -> HostLane | CudaLane:
     return CudaLane(device) if device.type == "cuda" else HostLane()
 
 
+def record_now(device: torch.device) -> torch.cuda.Event | None:
+    """The present end of the caller's work on `device`; None on CPU, where it is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def with_index(device: torch.device) -> torch.device:
+    """`cuda` as the caller's current GPU: in another thread it would be another one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def page_lock_memory(memory: torch.Tensor) -> None:
-    """Page-lock host memory whole, for the life of the process; RuntimeError when the driver refuses."""
+    """Page-lock host memory whole, for the life of the process; RuntimeError when the driver refuses.
+
+    The GPU's kernels can then read and write it at the address that it has.
+    """
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(status) != 0:
         raise RuntimeError(f"cudaHostRegister of {memory.numel():,} bytes failed with {status}")

@@ -24,6 +24,7 @@ import torch
 from rdtexec import checksum, payload
 from rdtexec.control import Address, Link, Message, listen, send_plan
 from rdtexec.destination import strided, typed
+from rdtexec.device import with_index
 from rdtexec.plans import TrainerPlan, chunk_scatters
 from rdtexec.reports import LOG, Observer, ProducerReport, peak_memory
 from rdtexec.serving import Serve, ServeState, sharers
@@ -74,7 +75,7 @@ class Producer:
         self._plan_bytes = plan_bytes
         self.plan, self._source = plan, source
         self._allowed = allowed(transport)
-        self._device = device or torch.device("cpu")
+        self._device = with_index(device or torch.device("cpu"))
         self._transports: dict[str, ProducerTransport] = {}
         """Made when the first consumer comes that uses it, or at once where there is no choice."""
         self._active: tuple[ProducerTransport, ...] = ()
@@ -205,7 +206,8 @@ class Producer:
                     if self._failure.code != "RDT624":  # a retry may send the same; an alarm stays one
                         self._sample.forget()
                 self._failure = None
-                self._active = tuple(self._transports.values())
+                used = {self._uses[c] for c in live if c in self._uses}
+                self._active = tuple(t for name, t in self._transports.items() if name in used)
             self._serve_s = 0.0
             self._sample.start()
             self._source.start()
@@ -381,6 +383,8 @@ class Producer:
             self._kick()
 
     def _control_loop(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
         while not self._closing:
             with self._changed:
                 links: dict[Connection, tuple[int | None, Link]] = {}
@@ -472,10 +476,17 @@ class Producer:
         return TransferError(f"consumer {cid!r} was refused: {reason}", code="RDT603")
 
     def _choose(self, message: Message) -> str | None:
-        """The first transport of the consumer's list that this producer permits and the pair can use."""
+        """The first transport of the consumer's list that this producer permits and the pair can use.
+
+        `local` is for pairs of one node whose memory is of one kind; where nothing else is permitted the consumer says
+        what is wrong with it.
+        """
         offered = message.get("transports")
+        alike = message.get("device") == self._device.type
         for name in offered if isinstance(offered, list) else ():
-            if name in self._allowed and (name != "local" or self._allowed == ("local",) or self._is_near(message)):
+            if name not in self._allowed:
+                continue
+            if name != "local" or self._allowed == ("local",) or (alike and self._is_near(message)):
                 return str(name)
         return None
 

@@ -31,6 +31,8 @@ _POISONED: list[Any] = []
 
 def _make_agent(name: str) -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    # On a machine of one GPU UCX sees no NVLink, takes CUDA IPC reads to be slow and goes through the host instead.
+    os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
     try:
         from nixl._api import nixl_agent, nixl_agent_config
     except ImportError as error:

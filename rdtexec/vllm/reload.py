@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rdtexec.destination import Destination
+from rdtexec.device import with_index
 from rdtplan.errors import PlanMismatch, TransferError
 from rdtplan.ir.plan import Program
 from rdtplan.trace.watch import Watched
@@ -51,7 +52,7 @@ class LayerwiseDestination(Destination):
             self._check_modules()
         finally:
             self.abandon()
-        self.device = torch.device(vllm_config.device_config.device or "cpu")
+        self.device = with_index(torch.device(vllm_config.device_config.device or "cpu"))
         self.moving = True
         self._rows_of_module: dict[int, list[int]] = {}
         for row, module in enumerate(program.parameters.modules):
@@ -99,9 +100,13 @@ class LayerwiseDestination(Destination):
         for tensor in layerwise.get_layer_tensors(layer).values():
             if hasattr(tensor, "weight_loader"):
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
+        if self.device.type == "cuda":  # allocated on the scatter's stream, read on this one
+            for tensor in layerwise.get_layer_tensors(layer).values():
+                if tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream())
         method = getattr(layer, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
-            with set_current_vllm_config(self._vllm_config), torch.device(self.device):
+            with set_current_vllm_config(self._vllm_config), self.device:
                 method.process_weights_after_loading(layer)
                 if self._repair and reload_is_faulty(layer):
                     method.moe_kernel.fused_experts.process_weights_after_loading(layer)  # type: ignore[attr-defined]
@@ -115,7 +120,7 @@ class LayerwiseDestination(Destination):
         """Give modules that the plan does not touch their kernel tensors back, and process attention layers."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        with torch.device(self.device):
+        with self.device:
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
 
     def abandon(self) -> None:
