@@ -70,32 +70,29 @@ def make_move(
 
 
 def _unit(move: Move, aligned: int) -> int:
-    """The widest unit of which all offsets and strides are multiples, where bases are multiples of `aligned`."""
+    """The widest unit, no longer than the run, of which offsets, strides and bases (`aligned`) are multiples."""
     together = aligned | move.source_at | move.dest_at
     for n, a, b in zip(move.shape, move.source_stride, move.dest_stride, strict=True):
         together |= (a | b) if n > 1 else 0
-    return next(u for u in UNITS if together % u == 0)
+    return next(u for u in UNITS if together % u == 0 and u <= move.run)
 
 
 def in_units(move: Move, aligned: int) -> Iterator[tuple[int, Move]]:
     """(unit, part) of a move, such that every part's run is whole units and long runs are folded into lines."""
     if not move.shape and move.run > LINE_NBYTES:
-        lines = move.run // LINE_NBYTES
-        yield from in_units(
+        lines, unit = move.run // LINE_NBYTES, _unit(move, aligned)
+        whole = lines * LINE_NBYTES
+        yield (
+            unit,
             evolve(move, shape=(lines,), source_stride=(LINE_NBYTES,), dest_stride=(LINE_NBYTES,), run=LINE_NBYTES),
-            aligned,
         )
-        rest, at = move.run % LINE_NBYTES, lines * LINE_NBYTES
     else:
         unit = _unit(move, aligned)
         whole = move.run // unit * unit
-        if whole:
-            yield unit, evolve(move, run=whole)
-        rest, at = move.run - whole, whole
-    if rest:
-        tail = evolve(move, source_at=move.source_at + at, dest_at=move.dest_at + at, run=rest)
-        if unit_of_tail := next(u for u in UNITS if rest % u == 0 and _unit(tail, aligned) % u == 0):
-            yield unit_of_tail, tail
+        yield unit, evolve(move, run=whole)
+    if whole < move.run:
+        at, rest = whole, move.run - whole
+        yield from in_units(evolve(move, source_at=move.source_at + at, dest_at=move.dest_at + at, run=rest), aligned)
 
 
 @frozen
