@@ -59,7 +59,7 @@ def _tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Flat uint8 over memory that somebody else owns."""
     torch.cuda.init()
     storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,))  # type: ignore[arg-type]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
 
 class SharedMemory:
