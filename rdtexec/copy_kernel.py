@@ -7,25 +7,23 @@ another GPU's mapped over NVLink, or page-locked host memory.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def copy_tiles(
-    table: Any,
-    move_of_tile: Any,
-    first_tile: Any,
-    bases: Any,
-    tiles: Any,
+def copy_tiles(  # type: ignore[no-untyped-def]  # triton reads the annotations
+    table,
+    move_of_tile,
+    first_tile,
+    bases,
+    tiles,
     ELEMENT: tl.constexpr,
     PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FIELDS: tl.constexpr,
-) -> None:
+):
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         move = tl.load(move_of_tile + tile)
         row = table + move.to(tl.int64) * FIELDS

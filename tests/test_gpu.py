@@ -226,15 +226,17 @@ def test_the_kernel_reads_and_writes_page_locked_host_memory() -> None:
 def test_shared_memory_is_torch_memory() -> None:
     """An arena behaves like a tensor, also mapped in its own process, and gives its memory back."""
     device = torch.device("cuda:0")
-    before = torch.cuda.mem_get_info(device)[0]
     shared = SharedMemory(256 << 20, device)
-    assert torch.cuda.mem_get_info(device)[0] <= before - (256 << 20)
     shared.memory.fill_(7)
     mapped = MappedMemory(shared.facts, device)
     assert int(mapped.memory[-1]) == 7 and mapped.memory.numel() == 256 << 20
     mapped.close()
     shared.close()
-    assert torch.cuda.mem_get_info(device)[0] >= before - (32 << 20)
+    quarter = torch.cuda.get_device_properties(device).total_memory // 4
+    for _ in range(6):
+        SharedMemory(quarter, device).close()
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        SharedMemory(quarter * 5, device)
 
 
 def test_the_payload_sample_sees_the_same_on_the_gpu() -> None:

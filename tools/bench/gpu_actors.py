@@ -155,6 +155,10 @@ class Trainer:
 
     def __init__(self, manifest: str, engines: dict[str, Any], *, gathered: bool) -> None:
         """`engines` by system: `peer`, or one of rdtexec's transports."""
+        import vllm.distributed.weight_transfer.sharded_rdt_trainer  # noqa: F401  an init must not pay the imports
+
+        import rdtexec.vllm.trainer  # noqa: F401
+
         self._engines = engines
         self._source = _source_class()(Path(manifest), gathered=gathered)
         self._trainers: dict[str, Any] = {}
