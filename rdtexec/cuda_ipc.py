@@ -39,20 +39,21 @@ def _check(status: int, call: str) -> None:
 
 @contextlib.contextmanager
 def _context(device: torch.device) -> Iterator[Any]:
-    """The driver, with the device's primary context (the one torch uses) current in this thread."""
+    """The driver, with the device's primary context (the one torch uses) current in this thread.
+
+    The context is kept for the life of the process: given back before torch has begun to use it, it would be destroyed
+    with all memory in it.
+    """
     cuda = _driver()
     _check(cuda.cuInit(0), "cuInit")
     ordinal, context, popped = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(cuda.cuDeviceGet(ctypes.byref(ordinal), device.index), "cuDeviceGet")
     _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal), "cuDevicePrimaryCtxRetain")
+    _check(cuda.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
     try:
-        _check(cuda.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
-        try:
-            yield cuda
-        finally:
-            cuda.cuCtxPopCurrent_v2(ctypes.byref(popped))
+        yield cuda
     finally:
-        cuda.cuDevicePrimaryCtxRelease_v2(ordinal)
+        cuda.cuCtxPopCurrent_v2(ctypes.byref(popped))
 
 
 def _tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import weakref
 from typing import Any
 
@@ -63,12 +64,20 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
-def page_lock_memory(memory: torch.Tensor) -> None:
-    """Page-lock host memory whole, for the life of the process; RuntimeError when the driver refuses.
+def host_pages(nbytes: int) -> torch.Tensor:
+    """Flat uint8 host memory in pages of its own, zeroed; OSError or ValueError when there is none.
 
-    The GPU's kernels can then read and write it at the address that it has.
+    Only such memory can be page-locked whole: what torch allocates may share a page with memory that is locked already.
     """
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    if int(status) != 0:
-        raise RuntimeError(f"cudaHostRegister of {memory.numel():,} bytes failed with {status}")
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+def page_lock_memory(memory: torch.Tensor) -> None:
+    """Page-lock `host_pages` whole, for as long as they live; RuntimeError when the driver refuses.
+
+    The GPU's kernels can then read and write them at the address that they have.
+    """
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if status != 0:
+        raise RuntimeError(f"cudaHostRegister of {memory.numel():,} bytes failed with CUDA error {status}")
     weakref.finalize(memory.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, memory.data_ptr())

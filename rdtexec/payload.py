@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from attrs import evolve
 
-from rdtexec.cuda_copy import CudaTable
+from rdtexec.cuda_copy import CudaTable, on_gpu
 from rdtexec.moves import make_move
 
 ELEMENTS = 64
@@ -25,8 +25,8 @@ class PayloadSample:
     """Compares what a rank publishes in one sync with what it published in the last."""
 
     def __init__(self) -> None:
-        self._tables: dict[int, tuple[list[tuple[int, int]], CudaTable]] = {}
-        """On a GPU, by group: (elements, bytes of one) of every tensor, and the table that samples them."""
+        self._tables: dict[int, tuple[CudaTable, int, int]] = {}
+        """On a GPU, by group: the table that samples its tensors, samples, and their bytes."""
         self.forget()
 
     def forget(self) -> None:
@@ -42,36 +42,26 @@ class PayloadSample:
         """For each group: is any of its samples another? Not looked at until somebody asks."""
 
     def add(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
-        """Look at one gathered group; its tensors are contiguous."""
-        full = sorted((t for t in tensors.values() if t.numel()), key=lambda t: -t.element_size())
-        if not full:
-            return
-        sizes = [(t.numel(), t.element_size()) for t in full]
-        nbytes = sum(_count(n) * width for n, width in sizes)
-        now = torch.empty(nbytes, dtype=torch.uint8, device=full[0].device)
-        if now.is_cuda and all(t.device == now.device for t in full):
-            self._table(group, sizes, now.device).run([*(t.data_ptr() for t in full), now.data_ptr()])
-        else:
+        """Look at one gathered group; its tensors are contiguous, and in every sync of the same dtypes and shapes."""
+        addresses = on_gpu(tensors)
+        if addresses is None:
+            full = sorted((t for t in tensors.values() if t.numel()), key=lambda t: -t.element_size())
+            samples = sum(_count(t.numel()) for t in full)
+            nbytes = sum(_count(t.numel()) * t.element_size() for t in full)
+            now = torch.empty(nbytes, dtype=torch.uint8, device=full[0].device if full else None)
             _sample(full, now)
+        else:
+            device = next(iter(tensors.values())).device
+            if group not in self._tables:
+                self._tables[group] = _table(list(tensors.values()), device)
+            table, samples, nbytes = self._tables[group]
+            now = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            table.run([*addresses, now.data_ptr()])
         last = self._last.get(group)
         if last is not None and last.numel() == nbytes:
-            self.compared += sum(_count(n) for n, _ in sizes)
+            self.compared += samples
             self._differs.append((last != now).any())
         self._last[group] = now
-
-    def _table(self, group: int, sizes: list[tuple[int, int]], device: torch.device) -> CudaTable:
-        found = self._tables.get(group)
-        if found is None or found[0] != sizes:
-            moves = []
-            at = 0
-            for i, (n, width) in enumerate(sizes):
-                count = _count(n)
-                move = make_move((i, len(sizes)), (count,), (n // count,), (1,), 0, 0, width)
-                if move is not None:
-                    moves.append(evolve(move, dest_at=at))
-                at += count * width
-            found = self._tables[group] = (sizes, CudaTable(moves, device))
-        return found[1]
 
     @property
     def changed(self) -> bool:
@@ -89,6 +79,22 @@ def _count(elements: int) -> int:
     return min(ELEMENTS, elements)
 
 
+def _table(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[CudaTable, int, int]:
+    """The table that samples contiguous tensors (bases in order) into one buffer (last base); samples, their bytes."""
+    moves = []
+    at = samples = 0
+    for i, (n, width) in sorted(
+        enumerate((t.numel(), t.element_size()) for t in tensors), key=lambda item: -item[1][1]
+    ):
+        count = _count(n)
+        move = make_move((i, len(tensors)), (count,), (n // max(count, 1),), (1,), 0, 0, width)
+        if move is not None:
+            moves.append(evolve(move, dest_at=at))
+        at += count * width
+        samples += count
+    return CudaTable(moves, device), samples, at
+
+
 def _sample(full: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Evenly spaced elements of contiguous tensors, widest first; as integers, so that a NaN equals itself."""
     views: list[torch.Tensor] = []
@@ -101,4 +107,5 @@ def _sample(full: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         t.detach().view(INTEGERS[t.element_size()]).as_strided((_count(t.numel()),), (t.numel() // _count(t.numel()),))
         for t in full
     ]
-    torch._foreach_copy_(views, strided)
+    if views:
+        torch._foreach_copy_(views, strided)

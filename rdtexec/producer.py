@@ -83,6 +83,7 @@ class Producer:
         self._stall_timeout_s = stall_timeout_s
         self._checksums, self._on_identical = checksums, on_identical
         self._sample = payload.PayloadSample()
+        self._wanted: dict[int, list[tuple[int, str, torch.dtype, torch.Size]]] = {}
         self._published: dict[int, torch.Tensor] = {}
         """Tensors of published groups by manifest index; kept for checksums alone."""
         self._observer = observer or Observer("producer", plan.producer.rank, plan.identity)
@@ -291,13 +292,11 @@ class Producer:
 
     def _gather(self, group: int) -> dict[int, torch.Tensor]:
         """Gather one group's own names and hold them to the plan."""
-        manifest = self.plan.manifest
-        wanted = self.plan.own_names(group)
-        names = [manifest.names[k] for k in wanted]
+        wanted = self._expected(group)
         found: dict[int, torch.Tensor] = {}
         where = f"producer {self.plan.producer.rank}, group {self.plan.groups[group].label}"
-        yielded = iter(self._source.gather(names))
-        for k, expected in zip(wanted, names, strict=True):
+        yielded = iter(self._source.gather([name for _, name, _, _ in wanted]))
+        for k, expected, dtype, shape in wanted:
             item = next(yielded, None)
             if item is None:
                 raise _bad_source(f"{where}: the source ended before {expected!r}")
@@ -306,16 +305,26 @@ class Producer:
                 raise _bad_source(f"{where}: the source yields {name!r} where the plan has {expected!r}")
             if tensor is None:
                 raise _bad_source(f"{where}: the source claims {name!r} and yields nothing for it")
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if (dtype, tuple(tensor.shape)) != (manifest.dtype(k), manifest.shape(k)):
+            if tensor.dtype is not dtype or tensor.shape != shape:
                 raise _bad_source(
-                    f"{where}: the source yields {name!r} as {dtype} {tuple(tensor.shape)}, "
-                    f"the plan has {manifest.dtype(k)} {manifest.shape(k)}"
+                    f"{where}: the source yields {name!r} as {str(tensor.dtype).removeprefix('torch.')} "
+                    f"{tuple(tensor.shape)}, the plan has {str(dtype).removeprefix('torch.')} {tuple(shape)}"
                 )
             found[k] = tensor.contiguous()
         extra = next(yielded, None)
         if extra is not None:
             raise _bad_source(f"{where}: the source yields {extra[0]!r}, which was not asked for")
+        return found
+
+    def _expected(self, group: int) -> list[tuple[int, str, torch.dtype, torch.Size]]:
+        """(manifest index, name, dtype, shape) of this rank's own names of a group, in plan order; made once."""
+        found = self._wanted.get(group)
+        if found is None:
+            manifest = self.plan.manifest
+            found = self._wanted[group] = [
+                (k, manifest.names[k], getattr(torch, manifest.dtype(k)), torch.Size(manifest.shape(k)))
+                for k in self.plan.own_names(group)
+            ]
         return found
 
     def close(self) -> None:

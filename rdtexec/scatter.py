@@ -28,6 +28,8 @@ from rdtexec.pool import Slot
 from rdtplan.errors import RdtError, TransferError
 
 CLOSE_TIMEOUT_S = 30.0
+COMPLETIONS = 2
+"""Chunks that may wait for completion; the scatter goes no further ahead, as modules have memory twice until then."""
 
 
 class ModuleHooks(Protocol):
@@ -64,7 +66,7 @@ class Scatterer:
         self._device = device
         self._hooks = hooks
         self._jobs: queue.Queue[ScatterJob | None] = queue.Queue()
-        self._completions: queue.Queue[tuple[ScatterJob, Any] | None] = queue.Queue()
+        self._completions: queue.Queue[tuple[ScatterJob, Any] | None] = queue.Queue(COMPLETIONS)
         self._lock = threading.Condition()
         self._error: BaseException | None = None
         self._broken = False

@@ -15,7 +15,7 @@ from attrs import evolve
 from rdtexec import payload
 from rdtexec.cuda_copy import CudaTable, addressable
 from rdtexec.cuda_ipc import MappedMemory, SharedMemory
-from rdtexec.device import page_lock_memory
+from rdtexec.device import host_pages, page_lock_memory
 from rdtexec.moves import Move, make_move
 from rdtplan.ir.topology import InferenceTopology, TransferSettings
 from tests.gpu_fleet import Devices, running
@@ -207,7 +207,7 @@ def test_the_kernel_reads_and_writes_page_locked_host_memory() -> None:
     """For host staging: the GPU packs into, and scatters from, memory that cudaHostRegister has locked."""
     device = torch.device("cuda:0")
     nbytes = 3_000_001
-    host = torch.empty(nbytes, dtype=torch.uint8)
+    host = host_pages(nbytes)
     assert not addressable(host, device)
     page_lock_memory(host)
     assert addressable(host, device)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from rdtexec.copies import Copy, ScatterMoves, TableCopy, ViewCopy
-from rdtexec.cuda_copy import CudaTable, addressable
+from rdtexec.cuda_copy import CudaTable, on_gpu
 from rdtexec.cuda_ipc import MappedMemory, SharedMemory
 from rdtexec.destination import Destination
 from rdtexec.device import record_now, with_index
@@ -162,8 +162,9 @@ class LocalProducer(ProducerTransport):
         offsets, _ = self._layouts[group]
         base = slot * self._slot_nbytes
         memory = self._arena.memory
-        if group in self._tables and all(addressable(tensors[k], self._device) for k in offsets):
-            self._tables[group].run([*(tensors[k].data_ptr() for k in offsets), memory.data_ptr() + base])
+        addresses = on_gpu(tensors) if group in self._tables else None
+        if addresses and next(iter(tensors.values())).device == self._device:
+            self._tables[group].run([*addresses, memory.data_ptr() + base])
         else:
             views = [_full_tensor(memory, base + at, self._plan.manifest, k) for k, at in offsets.items()]
             if views:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from rdtexec.destination import Destination
+from rdtexec.device import host_pages
 from rdtexec.plans import TrainerPlan, WorkerPlan
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
@@ -52,8 +53,8 @@ def _memory_type(memory: torch.Tensor) -> tuple[str, int]:
 def _serve_memory(rank: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Flat uint8 memory of a serve ring; TransferError RDT611 with the bytes when it is not there."""
     try:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    except (RuntimeError, MemoryError) as error:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device) if device.type == "cuda" else host_pages(nbytes)
+    except (RuntimeError, MemoryError, OSError, ValueError) as error:
         raise TransferError(
             f"producer {rank}: a serve ring does not fit: {nbytes:,} bytes on {device}: {str(error)[:160]}",
             fix="compile with a smaller --max-chunk-mb, or lower num_rdt_buffers",

@@ -319,7 +319,7 @@ class IteratedSource:
                 if item is None:
                     return
                 if item[1] is not None:
-                    self._early[item[0]] = item[1].detach()
+                    self._early[item[0]] = item[1].detach() if item[1].requires_grad else item[1]
             yield name, self._early.pop(name)
 
 
