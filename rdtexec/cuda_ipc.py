@@ -19,6 +19,7 @@ from rdtexec.device import with_index
 
 _HANDLE_NBYTES = 64
 _LAZY_PEER_ACCESS = 1
+_ALREADY_ENABLED = 704
 
 
 class _Handle(ctypes.Structure):
@@ -56,6 +57,17 @@ def _context(device: torch.device) -> Iterator[Any]:
         cuda.cuCtxPopCurrent_v2(ctypes.byref(popped))
 
 
+def _let_reach(device: torch.device, other: torch.device) -> None:
+    """Let kernels on `device` read memory of this process on `other`; RuntimeError where the GPUs cannot."""
+    with _context(other) as cuda:
+        context = ctypes.c_void_p()
+        _check(cuda.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    with _context(device) as cuda:
+        status = cuda.cuCtxEnablePeerAccess(context, 0)
+        if status != _ALREADY_ENABLED:
+            _check(status, "cuCtxEnablePeerAccess")
+
+
 def _tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Flat uint8 over memory that somebody else owns."""
     torch.cuda.init()
@@ -77,6 +89,7 @@ class SharedMemory:
         self.memory = _tensor(self._address.value, nbytes, device)
         self.facts: dict[str, Any] = {
             "pid": os.getpid(),
+            "ordinal": device.index,
             "address": self._address.value,
             "handle": bytes(handle).hex(),
             "nbytes": nbytes,
@@ -100,6 +113,8 @@ class MappedMemory:
         device = with_index(device)
         self._device, self._address = device, ctypes.c_uint64()
         if facts["pid"] == os.getpid():  # a process cannot open a handle of its own
+            if facts["ordinal"] != device.index:
+                _let_reach(device, torch.device("cuda", facts["ordinal"]))
             self.memory = _tensor(facts["address"], facts["nbytes"], device)
             return
         handle = _Handle.from_buffer_copy(bytes.fromhex(facts["handle"]))

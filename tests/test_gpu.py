@@ -239,6 +239,23 @@ def test_shared_memory_is_torch_memory() -> None:
         SharedMemory(quarter * 5, device)
 
 
+@two_gpus
+def test_memory_of_this_process_on_another_gpu_is_mapped() -> None:
+    """A trainer and a worker in one process, a GPU each: the kernel reads over the link."""
+    here, there = torch.device("cuda:0"), torch.device("cuda:1")
+    shared = SharedMemory(1 << 20, there)
+    shared.memory.copy_(torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=there))
+    torch.cuda.synchronize(there)
+    mapped = MappedMemory(shared.facts, here)
+    move = make_move((0, 1), (1 << 20,), (1,), (1,), 0, 0, 1)
+    assert move is not None
+    found = torch.zeros(1 << 20, dtype=torch.uint8, device=here)
+    CudaTable([move], here).run([mapped.memory.data_ptr(), found.data_ptr()])
+    assert torch.equal(found.cpu(), shared.memory.cpu())
+    mapped.close()
+    shared.close()
+
+
 def test_the_payload_sample_sees_the_same_on_the_gpu() -> None:
     """Sampling by a table and by views agree, and one changed element among the sampled is seen."""
     full = {

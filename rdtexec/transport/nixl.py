@@ -30,10 +30,11 @@ _POISONED: list[Any] = []
 """Memory that an aborted transfer may still write to; kept on purpose until the process ends."""
 
 
-def _make_agent(name: str) -> Any:
+def _make_agent(name: str, device: torch.device) -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    # On a machine of one GPU UCX sees no NVLink, takes CUDA IPC reads to be slow and goes through the host instead.
-    os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
+    if device.type == "cuda":
+        # On a machine of one GPU UCX sees no NVLink, takes CUDA IPC reads to be slow and goes through the host instead.
+        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
     try:
         from nixl._api import nixl_agent, nixl_agent_config
     except ImportError as error:
@@ -85,7 +86,7 @@ class NixlProducer(ProducerTransport):
 
     def attach(self, plan: TrainerPlan, sharers: dict[int, tuple[int, ...]]) -> None:
         self._rank = plan.producer.rank
-        self._agent = _make_agent(f"rdtexec-producer-{self._rank}")
+        self._agent = _make_agent(f"rdtexec-producer-{self._rank}", self._device)
         self._registrations: list[Any] = []
         self._rings = ServeRings(plan, sharers, self._allocate)
 
@@ -131,7 +132,7 @@ class NixlConsumer(PackedConsumer):
 
     def attach(self, plan: WorkerPlan, destination: Destination, pool: ReceivePool | None) -> None:
         super().attach(plan, destination, pool)
-        self._agent = _make_agent(f"rdtexec-consumer-{plan.consumer.consumer_id}")
+        self._agent = _make_agent(f"rdtexec-consumer-{plan.consumer.consumer_id}", destination.device)
         self._registration = _register(self._agent, self._pool.memory, "the receive pool")
         self._remotes: dict[int, tuple[str, dict[str, Any]]] = {}
         self._handles: dict[Pull, Any] = {}

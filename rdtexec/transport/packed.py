@@ -61,7 +61,8 @@ class ServeRings:
         if members not in self._rings:
             nbytes = self._k * self._slot_nbytes[members]
             memory = self._allocate(nbytes)
-            if memory.is_cpu and torch.cuda.is_available() and torch.cuda.is_initialized():
+            using_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+            if memory.is_cpu and using_gpu and not memory.is_pinned():  # UCX locks what it registers, where it can
                 _page_lock(memory, self._plan.producer.rank)  # this trainer's GPU packs straight into it
             self._rings[members] = memory
         return self._rings[members], self._slot_nbytes[members]
