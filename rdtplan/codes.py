@@ -365,8 +365,8 @@ CODES: dict[str, Code] = {
     "RDT613": Code(
         "shared memory not reached",
         "The memory that a producer shares cannot be mapped into this process.",
-        "Transport local needs both processes on one node, in one PID namespace, under one user, and GPUs that reach each "
-        "other; else use nixl.",
+        "Transport local needs both processes on one node, in one PID namespace, under one user, and GPUs that reach "
+        "each other; else use nixl.",
     ),
     "RDT614": Code(
         "NIXL not available",
