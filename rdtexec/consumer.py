@@ -23,7 +23,7 @@ from rdtexec.destination import Destination
 from rdtexec.plans import WorkerPlan, chunk_keys
 from rdtexec.pool import PoolGeometry, ReceivePool, Slot
 from rdtexec.producer import PROTOCOL
-from rdtexec.reports import Observer, SyncReport, peak_memory
+from rdtexec.reports import LOG, Observer, SyncReport, peak_memory
 from rdtexec.scatter import ModuleHooks, Scatterer, ScatterJob
 from rdtexec.schedule import Pull
 from rdtexec.transport import CONSUMERS, allowed
@@ -116,17 +116,11 @@ class Consumer:
         self._failed = ""
         self._closed = False
         try:
-            self._connect(producers, self._permitted(transport), authkey, connect_timeout_s)
+            self._connect(producers, list(allowed(transport)), authkey, connect_timeout_s)
         except BaseException:
             self._failed = "it never connected"
             self.close()
             raise
-
-    def _permitted(self, setting: str) -> list[str]:
-        names = list(allowed(setting))
-        if setting == "auto" and self._destination.device.type != "cpu":
-            names.remove("local")  # it moves host memory only
-        return names
 
     def _check_pool(self, pool: ReceivePool) -> None:
         have, wanted = pool.geometry, self._pool_geometry()
@@ -151,25 +145,43 @@ class Consumer:
                 f"consumer {self._me} needs producers {needed}, no address was given for {missing}", code="RDT604"
             )
         for rank in needed:
-            link = self._links[rank] = dial(producers[rank], f"producer {rank}", authkey=authkey, timeout_s=timeout_s)
-            link.send(
-                "hello",
-                protocol=PROTOCOL,
-                consumer=self._me,
-                transports=transports,
-                node=node(),
-                plan=self.plan.identity,
-                pair=pairs.get(rank),
-            )
+            self._links[rank] = dial(producers[rank], f"producer {rank}", authkey=authkey, timeout_s=timeout_s)
+            self._greet(rank, transports, pairs.get(rank))
         for rank in needed:
             answer = self._answer(rank, "welcome", timeout_s)
-            if rank in pairs:
-                self._uses[rank] = self._transport(answer["transport"])
-                self._uses[rank].connect(rank, answer["facts"])
+            if rank not in pairs:
+                continue
+            try:
+                self._use(rank, answer)
+            except TransferError as error:
+                others = [name for name in transports if name != answer["transport"]]
+                if error.code != "RDT613" or not others:
+                    raise
+                LOG.warning("consumer %d uses %s with producer %d: %s", self._me, others[0], rank, error.message)
+                self._greet(rank, others, pairs[rank])
+                self._use(rank, self._answer(rank, "welcome", timeout_s))
         for rank in needed:  # only now give up an earlier connection of this consumer, if there is one
             self._links[rank].send("commit")
         for rank in needed:
             self._answer(rank, "committed", timeout_s)
+
+    def _greet(self, rank: int, transports: list[str], pair: str | None) -> None:
+        self._links[rank].send(
+            "hello",
+            protocol=PROTOCOL,
+            consumer=self._me,
+            transports=transports,
+            node=node(),
+            device=self._destination.device.type,
+            plan=self.plan.identity,
+            pair=pair,
+        )
+
+    def _use(self, rank: int, welcome: Message) -> None:
+        """Take the transport that a producer chose for the pair."""
+        transport = self._transport(welcome["transport"])
+        transport.connect(rank, welcome["facts"])
+        self._uses[rank] = transport
 
     def _transport(self, name: str) -> ConsumerTransport:
         found = self._transports.get(name)

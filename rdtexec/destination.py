@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
-from attrs import fields, frozen
+from attrs import evolve, fields, frozen
 
+from rdtexec.copies import ScatterMoves
+from rdtexec.moves import Move, make_move
 from rdtexec.operations import evaluate
 from rdtexec.plans import chunk_scatters
 from rdtplan.errors import PlanMismatch
 from rdtplan.ir.digests import geometry_digest, geometry_rows
+from rdtplan.ir.dtypes import itemsize
 from rdtplan.ir.plan import Program
 from rdtplan.ir.regions import Region, contiguous_stride, refine
 from rdtplan.ir.traces import Parameters
@@ -47,9 +50,9 @@ class Destination:
         self.program = program
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self._views: dict[tuple[int, int], torch.Tensor] = {}
-        self._packed: dict[int, list[_PackedCopy]] = {}
-        self._direct: dict[int, list[_DirectCopy]] = {}
-        """What there is to copy for each chunk, worked out the first time."""
+        self._packed: dict[int, _PackedCopy] = {}
+        self._direct: dict[int, _DirectCopy] = {}
+        """What there is to copy for each scatter, worked out the first time."""
         self.moving = bool(self._operands)
         """Do parameters or operands get new memory in every sync, so that views of them must not be kept?"""
         self._operations_of: dict[int | None, list[int]] = {}
@@ -97,14 +100,21 @@ class Destination:
         module = self.program.parameters.modules[parameter]
         return module if module in self.program.lifetimes.module else None
 
-    def pairs_from_packed(self, chunk: int, packed: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(destination views, source views) of one chunk out of its packed bytes (flat uint8)."""
-        if chunk not in self._packed:
-            self._packed[chunk] = [self._packed_copy(s) for s in chunk_scatters(self.program, chunk)]
-        typed_bytes = {dtype: _as_dtype(packed, dtype) for dtype in {copy.dtype for copy in self._packed[chunk]}}
+    def pairs_from_packed(
+        self, chunk: int, packed: torch.Tensor, scatters: Iterable[int] | None = None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(destination views, source views) of one chunk out of its packed bytes (flat uint8).
+
+        `scatters`, of all of the chunk's unless given.
+        """
+        wanted = chunk_scatters(self.program, chunk) if scatters is None else scatters
+        typed_bytes: dict[torch.dtype, tuple[torch.Tensor, int]] = {}
         dests: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for copy in self._packed[chunk]:
+        for s in wanted:
+            copy = self._packed.get(s) or self._packed.setdefault(s, self._packed_copy(s))
+            if copy.dtype not in typed_bytes:
+                typed_bytes[copy.dtype] = _as_dtype(packed, copy.dtype)
             dest = self.view(copy.parameter, copy.region)
             source, first = typed_bytes[copy.dtype]
             dests.append(dest)
@@ -120,14 +130,16 @@ class Destination:
         return _PackedCopy(program.scatters.parameter[scatter], region, dtype, stride, offset)
 
     def pairs_from_sources(
-        self, chunk: int, full: dict[int, torch.Tensor]
+        self, chunk: int, full: dict[int, torch.Tensor], scatters: Iterable[int] | None = None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(destination views, source views) of one chunk straight out of full source tensors, by manifest index."""
-        if chunk not in self._direct:
-            self._direct[chunk] = [self._direct_copy(s) for s in chunk_scatters(self.program, chunk)]
+        """(destination views, source views) of one chunk straight out of full source tensors, by manifest index.
+
+        `scatters`, of all of the chunk's unless given.
+        """
         dests: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for copy in self._direct[chunk]:
+        for s in chunk_scatters(self.program, chunk) if scatters is None else scatters:
+            copy = self._direct.get(s) or self._direct.setdefault(s, self._direct_copy(s))
             sources.append(strided(typed(full[copy.source], copy.dtype), copy.read))
             dests.append(strided(self.tensors[copy.parameter], copy.write))
         return dests, sources
@@ -144,6 +156,41 @@ class Destination:
             program.scatters.parameter[scatter],
             Region(shape, stride_b, b.offset),
         )
+
+    def written(self, chunk: int) -> list[torch.Tensor]:
+        """Where the scatters of a chunk wrote, in plan order."""
+        scatters = self.program.scatters
+        return [self.view(scatters.parameter[s], scatters.region[s]) for s in chunk_scatters(self.program, chunk)]
+
+    def moves(self, chunk: int, offsets: Mapping[int, int] | None) -> ScatterMoves:
+        """The scatters of a chunk as moves, without a look at the tensors.
+
+        They read full source tensors that lie `offsets[manifest index]` bytes behind base 0, or, for None, the packed
+        chunk that base 0 is.
+        """
+        program = self.program
+        rows: dict[int, int] = {}
+        moves: list[Move] = []
+        rest: list[int] = []
+        for s in chunk_scatters(program, chunk):
+            key, parameter = program.scatters.key[s], program.scatters.parameter[s]
+            dtype = program.dtype_table[program.keys.dtype[key]]
+            dest = program.regions[program.scatters.region[s]]
+            move = None
+            if dtype == program.parameters.dtypes[parameter]:
+                bases = (0, rows.setdefault(parameter, 1 + len(rows)))
+                if offsets is None:
+                    stride, begin = contiguous_stride(dest.shape), program.keys.offset[key]
+                    move = make_move(bases, dest.shape, stride, dest.stride, 0, dest.offset, itemsize(dtype))
+                else:
+                    source, begin = program.regions[program.keys.region[key]], offsets[program.keys.source[key]]
+                    shape, a, b = refine(source, dest)
+                    move = make_move(bases, shape, a, b, source.offset, dest.offset, itemsize(dtype))
+            if move is None:
+                rest.append(s)
+            else:
+                moves.append(evolve(move, source_at=move.source_at + begin))
+        return ScatterMoves(tuple(moves), tuple(rows), tuple(rest))
 
 
 @frozen(slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from rdtexec.device import page_lock_memory
+from rdtexec.device import host_pages, page_lock_memory
 from rdtplan.errors import TransferError
 
 
@@ -79,10 +79,12 @@ class ReceivePool:
         page_lock = geometry.staging == "host" and device.type == "cuda"
         where = torch.device("cpu") if page_lock else device
         try:
-            self.memory = torch.empty(geometry.nbytes, dtype=torch.uint8, device=where)
             if page_lock:
+                self.memory = host_pages(geometry.nbytes)
                 page_lock_memory(self.memory)
-        except (RuntimeError, MemoryError) as error:
+            else:
+                self.memory = torch.empty(geometry.nbytes, dtype=torch.uint8, device=where)
+        except (RuntimeError, MemoryError, OSError, ValueError) as error:
             raise TransferError(
                 f"the receive pool does not fit: {geometry.nbytes:,} bytes on {where} for {geometry}: "
                 f"{str(error).splitlines()[0][:160]}",

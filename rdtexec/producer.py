@@ -24,6 +24,7 @@ import torch
 from rdtexec import checksum, payload
 from rdtexec.control import Address, Link, Message, listen, send_plan, stop_welcoming, welcome_forever
 from rdtexec.destination import strided, typed
+from rdtexec.device import with_index
 from rdtexec.plans import TrainerPlan, chunk_scatters
 from rdtexec.reports import LOG, Observer, ProducerReport, peak_memory
 from rdtexec.serving import Serve, ServeState, sharers
@@ -77,7 +78,7 @@ class Producer:
         self._plan_bytes = plan_bytes
         self.plan, self._source = plan, source
         self._allowed = allowed(transport)
-        self._device = device or torch.device("cpu")
+        self._device = with_index(device or torch.device("cpu"))
         self._transports: dict[str, ProducerTransport] = {}
         """Made when the first consumer comes that uses it, or at once where there is no choice."""
         self._active: tuple[ProducerTransport, ...] = ()
@@ -85,6 +86,7 @@ class Producer:
         self._stall_timeout_s = stall_timeout_s
         self._checksums, self._on_identical = checksums, on_identical
         self._sample = payload.PayloadSample()
+        self._wanted: dict[int, list[tuple[int, str, torch.dtype, torch.Size]]] = {}
         self._published: dict[int, torch.Tensor] = {}
         """Tensors of published groups by manifest index; kept for checksums alone."""
         self._observer = observer or Observer("producer", plan.producer.rank, plan.identity)
@@ -231,7 +233,8 @@ class Producer:
                     if self._failure.code != "RDT624":  # a retry may send the same; an alarm stays one
                         self._sample.forget()
                 self._failure = None
-                self._active = tuple(self._transports.values())
+                used = {self._uses[c] for c in live if c in self._uses}
+                self._active = tuple(t for name, t in self._transports.items() if name in used)
             self._serve_s = 0.0
             self._waits.clear()
             self._sample.start()
@@ -317,13 +320,11 @@ class Producer:
 
     def _gather(self, group: int) -> dict[int, torch.Tensor]:
         """Gather one group's own names and hold them to the plan."""
-        manifest = self.plan.manifest
-        wanted = self.plan.own_names(group)
-        names = [manifest.names[k] for k in wanted]
+        wanted = self._expected(group)
         found: dict[int, torch.Tensor] = {}
         where = f"producer {self.plan.producer.rank}, group {self.plan.groups[group].label}"
-        yielded = iter(self._source.gather(names))
-        for k, expected in zip(wanted, names, strict=True):
+        yielded = iter(self._source.gather([name for _, name, _, _ in wanted]))
+        for k, expected, dtype, shape in wanted:
             item = next(yielded, None)
             if item is None:
                 raise _bad_source(f"{where}: the source ended before {expected!r}")
@@ -332,16 +333,26 @@ class Producer:
                 raise _bad_source(f"{where}: the source yields {name!r} where the plan has {expected!r}")
             if tensor is None:
                 raise _bad_source(f"{where}: the source claims {name!r} and yields nothing for it")
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if (dtype, tuple(tensor.shape)) != (manifest.dtype(k), manifest.shape(k)):
+            if tensor.dtype is not dtype or tensor.shape != shape:
                 raise _bad_source(
-                    f"{where}: the source yields {name!r} as {dtype} {tuple(tensor.shape)}, "
-                    f"the plan has {manifest.dtype(k)} {manifest.shape(k)}"
+                    f"{where}: the source yields {name!r} as {str(tensor.dtype).removeprefix('torch.')} "
+                    f"{tuple(tensor.shape)}, the plan has {str(dtype).removeprefix('torch.')} {tuple(shape)}"
                 )
             found[k] = tensor.contiguous()
         extra = next(yielded, None)
         if extra is not None:
             raise _bad_source(f"{where}: the source yields {extra[0]!r}, which was not asked for")
+        return found
+
+    def _expected(self, group: int) -> list[tuple[int, str, torch.dtype, torch.Size]]:
+        """(manifest index, name, dtype, shape) of this rank's own names of a group, in plan order; made once."""
+        found = self._wanted.get(group)
+        if found is None:
+            manifest = self.plan.manifest
+            found = self._wanted[group] = [
+                (k, manifest.names[k], getattr(torch, manifest.dtype(k)), torch.Size(manifest.shape(k)))
+                for k in self.plan.own_names(group)
+            ]
         return found
 
     def close(self) -> None:
@@ -403,6 +414,8 @@ class Producer:
         self._kick()
 
     def _control_loop(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
         while not self._closing:
             with self._changed:
                 links: dict[Connection, tuple[int | None, Link]] = {}
@@ -499,10 +512,17 @@ class Producer:
         return TransferError(f"consumer {cid!r} was refused: {reason}", code="RDT603")
 
     def _choose(self, message: Message) -> str | None:
-        """The first transport of the consumer's list that this producer permits and the pair can use."""
+        """The first transport of the consumer's list that this producer permits and the pair can use.
+
+        `local` is for pairs of one node whose memory is of one kind; where nothing else is permitted the consumer says
+        what is wrong with it.
+        """
         offered = message.get("transports")
+        alike = message.get("device") == self._device.type
         for name in offered if isinstance(offered, list) else ():
-            if name in self._allowed and (name != "local" or self._allowed == ("local",) or self._is_near(message)):
+            if name not in self._allowed:
+                continue
+            if name != "local" or self._allowed == ("local",) or (alike and self._is_near(message)):
                 return str(name)
         return None
 

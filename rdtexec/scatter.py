@@ -5,9 +5,10 @@ the copies on a stream of its own, records read-done, publishes the slot, and ha
 completes to the second, which runs their post-processing (quantize, copy to kernel storage) on its own stream, ordered
 after the copies by an event.
 
-Invariants: chunks are scattered in the order they were submitted, and completions follow that order; a failed item
-still publishes its slot; an error surfaces once, on the next call, with its cause; after an error later items only
-publish.
+Invariants: chunks are scattered in the order they were submitted, and completions follow that order; `done` is called
+when the copies are, on a GPU by the second thread after the event; both streams begin after what the caller's stream
+holds at `reset`; a failed item still publishes its slot; an error surfaces once, on the next call, with its cause;
+after an error later items only publish.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from typing import Any, Protocol
 import torch
 from attrs import frozen
 
-from rdtexec.device import make_lane
+from rdtexec.copies import Copy
+from rdtexec.device import make_lane, record_now
 from rdtexec.pool import Slot
 from rdtplan.errors import RdtError, TransferError
 
 CLOSE_TIMEOUT_S = 30.0
+COMPLETIONS = 2
+"""Chunks that may wait for completion; the scatter goes no further ahead, as modules have memory twice until then."""
 
 
 class ModuleHooks(Protocol):
@@ -42,11 +46,11 @@ class ModuleHooks(Protocol):
 class ScatterJob:
     """One landed chunk.
 
-    `copies()` gives (destination views, source views); `done` runs after read-done was recorded.
+    `copies()` gives the copy to be run; `done` runs when all of it has been written.
     """
 
     label: str
-    copies: Callable[[], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+    copies: Callable[[], Copy]
     first: tuple[int, ...]
     last: tuple[int, ...]
     slot: Slot | None
@@ -62,10 +66,12 @@ class Scatterer:
         self._device = device
         self._hooks = hooks
         self._jobs: queue.Queue[ScatterJob | None] = queue.Queue()
-        self._completions: queue.Queue[tuple[str, tuple[int, ...], Any] | None] = queue.Queue()
+        self._completions: queue.Queue[tuple[ScatterJob, Any] | None] = queue.Queue(COMPLETIONS)
         self._lock = threading.Condition()
         self._error: BaseException | None = None
         self._broken = False
+        self._begin: Any = None
+        """The end of the caller's work when the sync began; None on CPU."""
         self._open_jobs = 0
         self.scatter_s = 0.0
         """Seconds spent in copies since the last `reset_clock`."""
@@ -118,6 +124,7 @@ class Scatterer:
         """A sync begins. The caller has drained."""
         with self._lock:
             self.scatter_s = self.complete_s = 0.0
+            self._begin = record_now(self._device)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Stop both threads within `timeout_s` seconds; False when one is stuck (its memory must then not be freed)."""
@@ -156,14 +163,14 @@ class Scatterer:
             started = time.perf_counter()
             try:
                 if not self._broken:
+                    lane.after(self._begin)
                     with lane.enter(), torch.no_grad():
                         for module in job.first:
                             self._hooks.materialize(module)
-                        dests, sources = job.copies()
-                        if dests:
-                            torch._foreach_copy_(dests, sources)
+                        copy = job.copies()
+                        copy.run()
                         if job.check is not None:
-                            job.check(dests)
+                            job.check(copy.written())
                     event = lane.record()
             except BaseException as error:
                 self._fail(error, f"scattering {job.label} failed")
@@ -171,26 +178,39 @@ class Scatterer:
                 if job.slot is not None:
                     job.slot.publish(event)
             self.scatter_s += time.perf_counter() - started
-            try:
-                if not self._broken:
-                    job.done()
-            except BaseException as error:
-                self._fail(error, f"signalling after {job.label} failed")
-            self._completions.put((job.label, job.last, event))
+            if event is None:
+                self._signal(job)
+            self._completions.put((job, event))
         self._completions.put(None)
+
+    def _signal(self, job: ScatterJob) -> None:
+        try:
+            if not self._broken:
+                job.done()
+        except BaseException as error:
+            self._fail(error, f"signalling after {job.label} failed")
 
     def _complete_loop(self) -> None:
         lane = make_lane(self._device)
         while (item := self._completions.get()) is not None:
-            label, modules, event = item
+            job, event = item
+            if event is not None:
+                self._await(job, event)
+                self._signal(job)
             started = time.perf_counter()
             try:
-                if not self._broken and modules:
+                if not self._broken and job.last:
                     lane.after(event)
                     with lane.enter(), torch.no_grad():
-                        for module in modules:
+                        for module in job.last:
                             self._hooks.complete(module)
             except BaseException as error:
-                self._fail(error, f"post-processing after {label} failed")
+                self._fail(error, f"post-processing after {job.label} failed")
             self.complete_s += time.perf_counter() - started
             self._finish()
+
+    def _await(self, job: ScatterJob, event: Any) -> None:
+        try:
+            event.synchronize()
+        except BaseException as error:
+            self._fail(error, f"scattering {job.label} failed")

@@ -397,13 +397,14 @@ CODES: dict[str, Code] = {
     ),
     "RDT612": Code(
         "transport does not fit the device",
-        "The chosen transport cannot move this worker's memory.",
-        "Use transport nixl for this worker.",
+        "Transport local moves memory of one kind: host to host or GPU to GPU.",
+        "Use transport nixl for this pair, or auto.",
     ),
     "RDT613": Code(
         "shared memory not reached",
         "The memory that a producer shares cannot be mapped into this process.",
-        "Transport local needs both processes on one node, in one PID namespace, under one user; else use nixl.",
+        "Transport local needs both processes on one node, in one PID namespace, under one user, and GPUs that reach "
+        "each other; else use nixl.",
     ),
     "RDT614": Code(
         "NIXL not available",

@@ -24,6 +24,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,19 @@ class CheckpointSource(WeightSource):
     def use(self, checkpoint: Path) -> None:
         self.weights = load_file(str(checkpoint / "model.safetensors"))
 
-    def metadata(self) -> list[ParamMeta]:
+    def declared(self) -> list[ParamMeta]:
         return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.weights.items()]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    metadata = cached_property(declared) if hasattr(WeightSource, "iter_full") else declared  # vLLM 0.33, or 0.32
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, item in enumerate(self.weights.items()):
             if self.broken and number == 3:
                 raise ValueError("the trainer's gather broke")
             yield item
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.iter_full()
 
 
 class InProcessClient:

@@ -20,16 +20,17 @@ of its own, or, where it copies straight from the producer's memory, only after 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
+from rdtexec.copies import Copy
 from rdtexec.plans import TrainerPlan, WorkerPlan
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
 
-Copies = Callable[[], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+Copies = Callable[[], Copy]
 
 
 class ConsumerTransport(ABC):
@@ -62,7 +63,10 @@ class ConsumerTransport(ABC):
 
     @abstractmethod
     def copies(self, pull: Pull) -> Copies:
-        """(destination views, source views) of a landed pull, to be evaluated in the scatter thread."""
+        """What gives the copy of a landed pull out of its slot or its producer's memory; called in the scatter thread.
+
+        On a GPU the copy is enqueued on the current stream, and the scatter signals when an event says that it is done.
+        """
 
     @abstractmethod
     def close(self, *, poisoned: bool) -> None:
@@ -86,7 +90,10 @@ class ProducerTransport(ABC):
 
     @abstractmethod
     def publish(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
-        """A group was gathered; `tensors` by manifest index, contiguous, in the plan's dtype and shape."""
+        """A group was gathered; `tensors` by manifest index, contiguous, in the plan's dtype and shape.
+
+        On a GPU the gather may still run on the caller's current stream.
+        """
 
     @abstractmethod
     def serve(self, consumer: int, chunk: int, seq: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from rdtexec.destination import Destination
+from rdtexec.device import host_pages
 from rdtexec.plans import TrainerPlan, WorkerPlan
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
@@ -30,8 +31,11 @@ _POISONED: list[Any] = []
 """Memory that an aborted transfer may still write to; kept on purpose until the process ends."""
 
 
-def _make_agent(name: str) -> Any:
+def _make_agent(name: str, device: torch.device) -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    if device.type == "cuda":
+        # On a machine of one GPU UCX sees no NVLink, takes CUDA IPC reads to be slow and goes through the host instead.
+        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
     try:
         from nixl._api import nixl_agent, nixl_agent_config
     except ImportError as error:
@@ -51,8 +55,8 @@ def _memory_type(memory: torch.Tensor) -> tuple[str, int]:
 def _serve_memory(rank: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Flat uint8 memory of a serve ring; TransferError RDT611 with the bytes when it is not there."""
     try:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    except (RuntimeError, MemoryError) as error:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device) if device.type == "cuda" else host_pages(nbytes)
+    except (RuntimeError, MemoryError, OSError, ValueError) as error:
         raise TransferError(
             f"producer {rank}: a serve ring does not fit: {nbytes:,} bytes on {device}: {str(error)[:160]}",
             fix="compile with a smaller --max-chunk-mb, or lower num_rdt_buffers",
@@ -83,7 +87,7 @@ class NixlProducer(ProducerTransport):
 
     def attach(self, plan: TrainerPlan, sharers: dict[int, tuple[int, ...]]) -> None:
         self._rank = plan.producer.rank
-        self._agent = _make_agent(f"rdtexec-producer-{self._rank}")
+        self._agent = _make_agent(f"rdtexec-producer-{self._rank}", self._device)
         self._registrations: list[Any] = []
         self._rings = ServeRings(plan, sharers, self._allocate)
 
@@ -129,7 +133,7 @@ class NixlConsumer(PackedConsumer):
 
     def attach(self, plan: WorkerPlan, destination: Destination, pool: ReceivePool | None) -> None:
         super().attach(plan, destination, pool)
-        self._agent = _make_agent(f"rdtexec-consumer-{plan.consumer.consumer_id}")
+        self._agent = _make_agent(f"rdtexec-consumer-{plan.consumer.consumer_id}", destination.device)
         self._registration = _register(self._agent, self._pool.memory, "the receive pool")
         self._remotes: dict[int, tuple[str, dict[str, Any]]] = {}
         self._handles: dict[Pull, Any] = {}

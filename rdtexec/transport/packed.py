@@ -8,17 +8,26 @@ is packed when every live sharer has asked for it, so no slot is overwritten whi
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
+from attrs import evolve
 
+from rdtexec.copies import Copy, ScatterMoves, TableCopy, ViewCopy
+from rdtexec.cuda_copy import CudaTable, addressable
 from rdtexec.destination import Destination, packed_slice, strided, typed
+from rdtexec.device import make_lane, page_lock_memory
+from rdtexec.moves import Move, make_move
 from rdtexec.plans import TrainerPlan, WorkerPlan, chunk_keys
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
 from rdtexec.transport.base import ConsumerTransport, Copies
+from rdtplan.errors import TransferError
+from rdtplan.ir.dtypes import itemsize
 from rdtplan.ir.manifest import Ints
-from rdtplan.ir.regions import Region
+from rdtplan.ir.plan import Program
+from rdtplan.ir.regions import Region, contiguous_stride
 
 PAGE = 4096
 
@@ -40,13 +49,22 @@ class ServeRings:
         self._tensors: dict[int, torch.Tensor] = {}
         self._names_of: dict[int, list[int]] = {}
         self._gathered: dict[int, Any] = {}
-        self._views: dict[tuple[tuple[int, ...], int], tuple[Ints, list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._views: dict[tuple[tuple[int, ...], int], tuple[Ints, ViewCopy]] = {}
+        self._tables: dict[tuple[tuple[int, ...], int], tuple[CudaTable, Ints]] = {}
+        """On a GPU, by sharers and chunk: the table, and the source names that are its bases, before the slot."""
+        self._lane: Any = None
+        """The control thread's stream, when there is a GPU."""
 
     def ring(self, consumer: int) -> tuple[torch.Tensor, int]:
         """(memory, bytes of one slot) of the ring that `consumer` reads from."""
         members = self._sharers[consumer]
         if members not in self._rings:
-            self._rings[members] = self._allocate(self._k * self._slot_nbytes[members])
+            nbytes = self._k * self._slot_nbytes[members]
+            memory = self._allocate(nbytes)
+            using_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+            if memory.is_cpu and using_gpu and not memory.is_pinned():  # UCX locks what it registers, where it can
+                _page_lock(memory, self._plan.producer.rank)  # this trainer's GPU packs straight into it
+            self._rings[members] = memory
         return self._rings[members], self._slot_nbytes[members]
 
     def publish(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
@@ -64,27 +82,54 @@ class ServeRings:
         memory, slot_nbytes = self.ring(consumer)
         slot = seq % self._k
         program = self._plan.consumers[consumer].program
+        named = [self._tensors[program.keys.source[k]] for k in chunk_keys(program, chunk)]
+        gpu = next((t.device for t in named if t.is_cuda), None)
+        if gpu is None and not memory.is_cuda:
+            self._by_views(consumer, chunk, memory[slot * slot_nbytes :][:slot_nbytes]).run()
+            return slot
+        device = gpu or memory.device
+        self._lane = self._lane or make_lane(device)
+        self._lane.after(self._gathered.get(program.chunks.group[chunk]))
+        with self._lane.enter():
+            if all(addressable(t, device) for t in (memory, *named)):
+                table, sources = self._table(consumer, chunk, device)
+                table.run([*(self._tensors[k].data_ptr() for k in sources), memory.data_ptr() + slot * slot_nbytes])
+            else:
+                self._by_views(consumer, chunk, memory[slot * slot_nbytes :][:slot_nbytes]).run()
+        self._lane.record().synchronize()
+        return slot
+
+    def _by_views(self, consumer: int, chunk: int, packed: torch.Tensor) -> ViewCopy:
+        """Views of every slice and its place; kept, and used again while the published addresses repeat."""
+        program = self._plan.consumers[consumer].program
         keys = chunk_keys(program, chunk)
         addresses = tuple(self._tensors[program.keys.source[k]].data_ptr() for k in keys)
         cached = self._views.get((self._sharers[consumer], chunk))
-        if cached is None or cached[0] != addresses:
-            packed = memory[slot * slot_nbytes : (slot + 1) * slot_nbytes]
-            dests: list[torch.Tensor] = []
-            sources: list[torch.Tensor] = []
-            for k in keys:
-                region = program.regions[program.keys.region[k]]
-                full = typed(self._tensors[program.keys.source[k]], program.dtype_table[program.keys.dtype[k]])
-                sources.append(strided(full, Region(region.shape, region.stride, region.offset)))
-                dests.append(packed_slice(program, k, packed).view(region.shape))
-            cached = self._views[self._sharers[consumer], chunk] = (addresses, dests, sources)
-        event = self._gathered.get(program.chunks.group[chunk])
-        if event is not None:
-            event.synchronize()
-        if cached[1]:
-            torch._foreach_copy_(cached[1], cached[2])
-        for device in {t.device for t in (*cached[1][:1], *cached[2][:1]) if t.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
-        return slot
+        if cached is not None and cached[0] == addresses:
+            return cached[1]
+        dests: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for k in keys:
+            region = program.regions[program.keys.region[k]]
+            full = typed(self._tensors[program.keys.source[k]], program.dtype_table[program.keys.dtype[k]])
+            sources.append(strided(full, Region(region.shape, region.stride, region.offset)))
+            dests.append(packed_slice(program, k, packed).view(region.shape))
+        copy = ViewCopy(dests, sources)
+        self._views[self._sharers[consumer], chunk] = (addresses, copy)
+        return copy
+
+    def _table(self, consumer: int, chunk: int, device: torch.device) -> tuple[CudaTable, Ints]:
+        found = self._tables.get((self._sharers[consumer], chunk))
+        if found is None:
+            program = self._plan.consumers[consumer].program
+            keys = chunk_keys(program, chunk)
+            sources = tuple(dict.fromkeys(program.keys.source[k] for k in keys))
+            base = {k: i for i, k in enumerate(sources)}
+            moves = [
+                move for k in keys for move in pack_moves(program, k, (base[program.keys.source[k]], len(sources)))
+            ]
+            found = self._tables[self._sharers[consumer], chunk] = (CudaTable(moves, device), sources)
+        return found
 
     def release(self, group: int) -> None:
         for k in self._names_of.pop(group):
@@ -98,7 +143,37 @@ class ServeRings:
     def close(self) -> None:
         self.reset()
         self._views.clear()
+        self._tables.clear()
         self._rings.clear()
+
+
+def pack_moves(program: Program, key: int, bases: tuple[int, int]) -> list[Move]:
+    """One slice out of its full tensor into its place in the packed chunk; rows of it, where it has many dimensions."""
+    region = program.regions[program.keys.region[key]]
+    size = itemsize(program.dtype_table[program.keys.dtype[key]])
+    found: list[Move] = []
+
+    def add(shape: Ints, stride: Ints, offset: int, at: int) -> None:
+        move = make_move(bases, shape, stride, contiguous_stride(shape), offset, 0, size)
+        if move is not None:
+            found.append(evolve(move, dest_at=at))
+        elif shape and prod(shape):
+            for i in range(shape[0]):
+                add(shape[1:], stride[1:], offset + i * stride[0], at + i * prod(shape[1:]) * size)
+
+    add(region.shape, region.stride, region.offset, program.keys.offset[key])
+    return found
+
+
+def _page_lock(memory: torch.Tensor, rank: int) -> None:
+    try:
+        page_lock_memory(memory)
+    except RuntimeError as error:
+        raise TransferError(
+            f"producer {rank}: a serve ring of {memory.numel():,} bytes cannot be page-locked: {error}",
+            fix="raise the locked-memory limit (ulimit -l), or stage on the GPU",
+            code="RDT611",
+        ) from None
 
 
 class PackedConsumer(ConsumerTransport):
@@ -110,19 +185,37 @@ class PackedConsumer(ConsumerTransport):
     def attach(self, plan: WorkerPlan, destination: Destination, pool: ReceivePool | None) -> None:
         assert pool is not None
         self._plan, self._destination, self._pool = plan, destination, pool
-        self._copies: dict[Pull, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._copies: dict[Pull, ViewCopy] = {}
+        self._tables: dict[int, tuple[CudaTable, ScatterMoves]] = {}
+        """By chunk, on a GPU."""
+        if destination.device.type == "cuda" and addressable(pool.memory, destination.device):
+            for chunk in range(len(plan.consumer.program.chunks)):
+                moves = destination.moves(chunk, None)
+                self._tables[chunk] = (CudaTable(moves.moves, destination.device), moves)
 
     def slot(self, pull: Pull) -> torch.Tensor:
         """The receive slot of a pull, exactly as long as its chunk."""
         return self._pool.slots[pull.lane][pull.slot].buffer[: self._plan.consumer.program.chunks.nbytes[pull.chunk]]
 
     def copies(self, pull: Pull) -> Copies:
-        def make() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        def make() -> Copy:
             packed = self._pool.slots[pull.lane][pull.slot].buffer
+            if pull.chunk in self._tables:
+                return self._by_table(pull.chunk, packed)
             if self._destination.moving:
-                return self._destination.pairs_from_packed(pull.chunk, packed)
+                return ViewCopy(*self._destination.pairs_from_packed(pull.chunk, packed))
             if pull not in self._copies:
-                self._copies[pull] = self._destination.pairs_from_packed(pull.chunk, packed)
+                self._copies[pull] = ViewCopy(*self._destination.pairs_from_packed(pull.chunk, packed))
             return self._copies[pull]
 
         return make
+
+    def _by_table(self, chunk: int, packed: torch.Tensor) -> TableCopy:
+        table, moves = self._tables[chunk]
+        destination, rest = self._destination, moves.rest
+        return TableCopy(
+            table,
+            (packed.data_ptr(), *(destination.tensors[row].data_ptr() for row in moves.rows)),
+            lambda: destination.pairs_from_packed(chunk, packed, rest) if rest else ([], []),
+            lambda: destination.written(chunk),
+        )

@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer, rest
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
 from rdtexec.destination import Destination
+from rdtexec.device import with_index
 from rdtplan.errors import PlanMismatch, TransferError
 from rdtplan.ir.plan import Program
 from rdtplan.trace.watch import Watched
@@ -63,7 +64,7 @@ class LayerwiseDestination(Destination):
             self._in_place = [is_unprocessed(module) for module in self._modules]
         finally:
             self.abandon()
-        self.device = torch.device(vllm_config.device_config.device or "cpu")
+        self.device = with_index(torch.device(vllm_config.device_config.device or "cpu"))
         self.moving = True
         self._rows_of_module: dict[int, list[int]] = {}
         for row, module in enumerate(program.parameters.modules[: program.parameters.held]):  # operands stand last
@@ -107,9 +108,13 @@ class LayerwiseDestination(Destination):
         for tensor in get_layer_tensors(layer).values():
             if hasattr(tensor, "weight_loader"):  # may still be the one of an earlier reload by vLLM itself
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
+        if self.device.type == "cuda":  # allocated on the scatter's stream, read on this one
+            for tensor in get_layer_tensors(layer).values():
+                if tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream())
         method = getattr(layer, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
-            with set_current_vllm_config(self._vllm_config), torch.device(self.device):
+            with set_current_vllm_config(self._vllm_config), self.device:
                 method.process_weights_after_loading(layer)
                 if self._repair and reload_is_faulty(layer):
                     method.moe_kernel.fused_experts.process_weights_after_loading(layer)  # type: ignore[attr-defined]
@@ -120,7 +125,7 @@ class LayerwiseDestination(Destination):
 
     def finish(self) -> None:
         """Process attention layers, which derive weights of their own from those of other modules."""
-        with torch.device(self.device):
+        with self.device:
             for layer in self._attention:
                 layer.process_weights_after_loading(self._vllm_config.model_config.dtype)
 

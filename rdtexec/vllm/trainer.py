@@ -100,6 +100,7 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         payload: dict[str, Any],
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.rank = init_info.rank
         self._info = init_info
         self._producer = producer
         self._ranks = ranks
@@ -124,6 +125,7 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         if source is None or init_info.transport not in SETTINGS:
             wanted = f"a WeightSource and a transport of {', '.join(SETTINGS)}"
             raise InputError(f"rdtexec needs {wanted}, got {source!r} and {init_info.transport!r}", code="RDT111")
+        _check_gives_full_tensors(source)
         with tempfile.TemporaryDirectory(prefix="rdtexec-plan-") as scratch:
             return cls._init_with_plan(init_info, _plan_path(init_info, source, Path(scratch)), client, source)
 
@@ -338,8 +340,18 @@ class IteratedSource:
                 if item is None:
                     return
                 if item[1] is not None:
-                    self._early[item[0]] = item[1].detach()
+                    self._early[item[0]] = item[1].detach() if item[1].requires_grad else item[1]
             yield name, self._early.pop(name)
+
+
+def _check_gives_full_tensors(source: Any) -> None:
+    """InputError RDT111 for a source (of vLLM 0.33) that yields a rank's pieces alone."""
+    if hasattr(source, "implements_iter_full") and not source.implements_iter_full():
+        raise InputError(
+            f"{type(source).__name__} yields local pieces only (iter_local), rdtexec sends full tensors",
+            fix="implement iter_full, which gathers each name among its owners",
+            code="RDT111",
+        )
 
 
 def _plan_path(init_info: RdtExecTrainerInitInfo, source: WeightSource, scratch: Path) -> str:
@@ -371,7 +383,7 @@ def _plan_path(init_info: RdtExecTrainerInitInfo, source: WeightSource, scratch:
 
 
 def _held_names(source: WeightSource) -> frozenset[str] | None:
-    """Names this rank holds, None for all; vLLM 0.33 says it in the metadata instead."""
+    """Names this rank holds, None for all. Of vLLM 0.32: from 0.33 on the metadata name the owners of each."""
     held = source.held_names() if hasattr(source, "held_names") else None
     return None if held is None else frozenset(held)
 
