@@ -207,6 +207,13 @@ def test_experts_over_two_workers(tmp_path: Path) -> None:
     sync_back_and_forth("Qwen3MoeForCausalLM", tmp_path, *layout, repair=True)
 
 
+@pytest.mark.timeout(480)
+def test_deepseek_over_two_workers(tmp_path: Path) -> None:
+    """The DeepSeek-V3 form, latent attention and shared experts, tensor and expert parallel."""
+    layout = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
+    sync_back_and_forth("DeepseekV3ForCausalLM@mla", tmp_path, *layout, repair=True)
+
+
 @pytest.mark.timeout(600)
 def test_experts_over_two_data_parallel_workers(tmp_path: Path) -> None:
     """Data with expert parallelism: two engine processes behind one server, each with half of the experts."""
