@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -47,6 +48,7 @@ class TransportResult:
 
 def run_demo(*, directory: str | None, fault: str | None, as_json: bool) -> int:
     """Run the demo; 0 when every parameter of every worker was byte-exact after every sync, 1 otherwise."""
+    os.environ.setdefault("RDTEXEC_LOG_LEVEL", "WARNING")  # the table says what each sync was
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="rdtplan-demo-") as temporary:
         base = Path(directory or temporary)
