@@ -24,7 +24,7 @@ import torch
 from attrs import field, frozen
 from oracle import Rank, Sources
 
-from rdtplan.compile import Fleet, compile_plan
+from rdtplan.compiler import Fleet, compile_plan
 from rdtplan.errors import InputError, PlanError, RdtError, TraceError
 from rdtplan.ir.plan import FleetPlan, Program, Waiver
 from rdtplan.ir.topology import InferenceTopology, Position, positions

@@ -36,7 +36,7 @@ from rdtexec.sources import (
     split_experts,
     strip_wrappers,
 )
-from rdtplan.compile import assemble
+from rdtplan.compiler import assemble
 from rdtplan.errors import InputError, PlanMismatch, RdtError, TransferError
 from rdtplan.inputs.manifests import checkpoint_files, from_weight_source
 from rdtplan.ir.file import write_plan
