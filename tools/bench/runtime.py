@@ -6,8 +6,8 @@ Every system is the same pair of processes on this node: a real vLLM engine in a
 and a trainer in another, both driven through vLLM's own Ray client. The peer adds a producer process of its own. All
 start from checkpoint A and are synced in turn, so that noise of the machine meets all of them: peer, local, nixl, peer,
 ... with weights that change every time. The processes of the others are stopped meanwhile (SIGSTOP). After every sync
-everything that the kernels read, and at the end greedy tokens and their logprobs too, must equal those of a fresh
-engine on the same checkpoint; if not, the exit status is 1.
+(of a large model: the first and the last two) everything that the kernels read, and at the end greedy tokens and their
+logprobs too, must equal those of a fresh engine on the same checkpoint; if not, the exit status is 1.
 
 Ratios are peer/ours: above 1 rdtexec is faster. CPU seconds are those of all processes of a system (Ray's daemons are
 not counted), read from their kernel clocks. A plan is compiled beforehand for the first init, and again at init for the
@@ -31,6 +31,7 @@ os.environ |= {
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # at Ray's own 15, other load of the machine would starve the workers
 }
 sys.path.insert(0, os.environ["PYTHONPATH"].split(os.pathsep)[0])
 
@@ -57,7 +58,7 @@ from rdtexec.transport import PRODUCERS
 MODELS = {
     "names": {"layers": 91, "hidden": 128, "mlp": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocabulary": 512},
     "bytes": {
-        "layers": 12,
+        "layers": 6,
         "hidden": 1024,
         "mlp": 3072,
         "heads": 16,
@@ -66,7 +67,9 @@ MODELS = {
         "vocabulary": 8192,
     },
 }
-"""Qwen3 dense. `names` has about 1,000 source names, `bytes` half a gigabyte."""
+"""Qwen3 dense. `names` has about 1,000 source names, `bytes` a quarter of a gigabyte."""
+CHECK_EVERY_NBYTES = 100e6
+"""Of a larger model not every sync is checked: getting packed weights out of a kernel takes a product with identity."""
 FROM_FILE, AT_INIT = "plan from a file", "plan compiled at init"
 
 
@@ -201,7 +204,8 @@ class System:
 
     def _signal(self, number: int) -> None:
         for pid in self._pids:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # the peer's producer process ends with its trainer
+                os.kill(pid, number)
 
     def shutdown(self) -> None:
         ray.get(self._trainer.shutdown.remote())
@@ -245,8 +249,11 @@ class Check:
 # -- the benchmark -----------------------------------------------------------------------------------------------------
 
 
-def measure(systems: Sequence[System], check: Check, syncs: int) -> None:
-    """Init every system, sync them in turn, then init rdtexec again with a plan compiled at init."""
+def measure(systems: Sequence[System], check: Check, syncs: int, *, check_every: bool) -> None:
+    """Init every system, sync them in turn, then init rdtexec again with a plan compiled at init.
+
+    Without `check_every`, what the kernels read is looked at after the first sync and the last two only.
+    """
     for system in systems:
         system.wait()
     for system in systems:
@@ -257,7 +264,8 @@ def measure(systems: Sequence[System], check: Check, syncs: int) -> None:
         for system in systems:
             with system.alone():
                 system.sync(checkpoint)
-                check.state(system, checkpoint, f"sync {number}")
+                if check_every or number in (0, syncs - 1, syncs):
+                    check.state(system, checkpoint, f"sync {number}")
     for system in systems:
         with system.alone():
             check.answers(system, checkpoint, "after the last sync")
@@ -376,11 +384,13 @@ def main() -> None:
         try:
             check = Check(work)
             systems = [System(name, work, gathered=args.gathered) for name in (PEER, *transports)]
-            measure(systems, check, args.syncs)
+            check_every = model["bytes"] <= CHECK_EVERY_NBYTES
+            measure(systems, check, args.syncs, check_every=check_every)
         finally:
             ray.shutdown()
     print_table(systems[0], systems[1:])
-    print(f"\nload {os.getloadavg()[0]:.2f} at the end; {check.compared} tensors compared after every sync")
+    when = "every sync" if check_every else "the first sync and the last two"
+    print(f"\nload {os.getloadavg()[0]:.2f} at the end; {check.compared} tensors compared after {when}")
     if args.json:
         found = {s.name: {"inits": s.inits, "syncs": s.syncs} for s in systems}
         facts = {"where": where, "model": model, "compile": compiled, "gathered": args.gathered}
