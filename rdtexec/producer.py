@@ -230,8 +230,7 @@ class Producer:
                     for transport in self._transports.values():
                         transport.reset()
                     self._published.clear()
-                    if self._failure.code != "RDT624":  # a retry may send the same; an alarm stays one
-                        self._sample.forget()
+                    self._sample.forget()
                 self._failure = None
                 used = {self._uses[c] for c in live if c in self._uses}
                 self._active = tuple(t for name, t in self._transports.items() if name in used)
@@ -290,7 +289,7 @@ class Producer:
 
     def _alarm(self, sync: int) -> None:
         what = (
-            f"sync {sync} of producer {self.plan.producer.rank} sends what the sync before sent: none of "
+            f"sync {sync} of producer {self.plan.producer.rank} sent what the sync before sent: none of "
             f"{self._sample.compared:,} sampled elements changed"
         )
         fix = "look whether the optimizer stepped, and whether the source reads the trained weights"

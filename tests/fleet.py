@@ -350,7 +350,7 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
 
 def flip_served(transport: Any) -> None:
     """Flip bits of everything that a producer shows to consumers; what the trainer holds stays right."""
-    shown = [transport._memory] if hasattr(transport, "_memory") else list(transport._rings._rings.values())
+    shown = [transport._arena.memory] if hasattr(transport, "_arena") else list(transport._rings._rings.values())
     for memory in shown:
         memory ^= 0x10
 

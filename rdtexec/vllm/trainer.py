@@ -201,9 +201,8 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
                 finish=lambda: self._finish(weight_version),
                 terms=_sorted(live_consumer_ids),
             )
-        except BaseException as error:
-            if getattr(error, "code", "") != "RDT624":  # the alarm stays one until something has changed
-                self._producer.forget_payload()
+        except BaseException:
+            self._producer.forget_payload()  # a retry sends the same on purpose
             raise
 
     def _start(self, live: Collection[int] | None) -> None:
