@@ -647,7 +647,7 @@ def fleet(
     plan = owned_plan(scenario, owners, kind)
     path = directory / "fleet.plan"
     write_plan(plan, path)
-    setup = Setup(scenario, plan, str(path), transport, new_authkey(), 30.0, None)
+    setup = Setup(scenario, plan, str(path), transport, new_authkey(), 30.0, None, "", 60.0, (), {})
     mains: dict[str, Any] = {
         f"producer {r}": (trainer_main, (setup, r, kind, str(directory / "store"))) for r in range(plan.ownership.ranks)
     }
