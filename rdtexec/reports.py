@@ -96,7 +96,7 @@ class Observer:
                 self._path.open("ab").close()
             if metrics_port:
                 _serve_metrics(metrics_port)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, ImportError) as error:  # the last: no prometheus_client for a port
             raise InputError(
                 f"statistics of {role} {number} (stats_dir {directory!r}, metrics_port {metrics_port}): {error}",
                 fix="give a directory that can be written and a port that is free, or neither",

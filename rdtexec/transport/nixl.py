@@ -23,8 +23,7 @@ from rdtexec.device import host_pages
 from rdtexec.plans import TrainerPlan, WorkerPlan
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
-from rdtexec.transport.base import ProducerTransport
-from rdtexec.transport.packed import PackedConsumer, ServeRings
+from rdtexec.transport.packed import PackedConsumer, RingProducer, ServeRings
 from rdtplan.errors import TransferError
 
 _POISONED: list[Any] = []
@@ -75,11 +74,10 @@ def _register(agent: Any, memory: torch.Tensor, what: str) -> Any:
         ) from None
 
 
-class NixlProducer(ProducerTransport):
+class NixlProducer(RingProducer):
     """Serve rings in registered memory."""
 
     name: ClassVar[str] = "nixl"
-    share_slots: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         """`device` is where chunks are packed."""
@@ -106,18 +104,6 @@ class NixlProducer(ProducerTransport):
             "memory": kind,
             "device": device,
         }
-
-    def publish(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
-        self._rings.publish(group, tensors)
-
-    def serve(self, consumer: int, chunk: int, seq: int) -> dict[str, Any]:
-        return {"slot": self._rings.pack(consumer, chunk, seq)}
-
-    def release(self, group: int) -> None:
-        self._rings.release(group)
-
-    def reset(self) -> None:
-        self._rings.reset()
 
     def close(self) -> None:
         for registration in self._registrations:

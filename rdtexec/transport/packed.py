@@ -22,7 +22,7 @@ from rdtexec.moves import Move, make_move
 from rdtexec.plans import TrainerPlan, WorkerPlan, chunk_keys
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
-from rdtexec.transport.base import ConsumerTransport, Copies
+from rdtexec.transport.base import ConsumerTransport, Copies, ProducerTransport
 from rdtplan.errors import TransferError
 from rdtplan.ir.dtypes import itemsize
 from rdtplan.ir.manifest import Ints
@@ -174,6 +174,25 @@ def _page_lock(memory: torch.Tensor, rank: int) -> None:
             fix="raise the locked-memory limit (ulimit -l), or stage on the GPU",
             code="RDT611",
         ) from None
+
+
+class RingProducer(ProducerTransport):
+    """The half of a producer's transport that is the same for all that serve from rings; `attach` makes `_rings`."""
+
+    share_slots = True
+    _rings: ServeRings
+
+    def publish(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
+        self._rings.publish(group, tensors)
+
+    def serve(self, consumer: int, chunk: int, seq: int) -> dict[str, Any]:
+        return {"slot": self._rings.pack(consumer, chunk, seq)}
+
+    def release(self, group: int) -> None:
+        self._rings.release(group)
+
+    def reset(self) -> None:
+        self._rings.reset()
 
 
 class PackedConsumer(ConsumerTransport):

@@ -26,8 +26,7 @@ from rdtexec.destination import Destination
 from rdtexec.plans import TrainerPlan, WorkerPlan
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
-from rdtexec.transport.base import ProducerTransport
-from rdtexec.transport.packed import PackedConsumer, ServeRings
+from rdtexec.transport.packed import PackedConsumer, RingProducer, ServeRings
 from rdtplan.errors import TransferError
 
 START_TIMEOUT_S = 60.0
@@ -78,11 +77,10 @@ class RingServer:
         return self._rings[ring][at : at + nbytes]
 
 
-class RayProducer(ProducerTransport):
+class RayProducer(RingProducer):
     """Serve rings in shared memory, and the actor that Ray reads them through."""
 
     name: ClassVar[str] = "ray_rdt"
-    share_slots: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         """Chunks are packed into host memory, whatever `device` the trainer computes on."""
@@ -164,18 +162,6 @@ class RayProducer(ProducerTransport):
         except ray.exceptions.RayError:
             return True
         return False
-
-    def publish(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
-        self._rings.publish(group, tensors)
-
-    def serve(self, consumer: int, chunk: int, seq: int) -> dict[str, Any]:
-        return {"slot": self._rings.pack(consumer, chunk, seq)}
-
-    def release(self, group: int) -> None:
-        self._rings.release(group)
-
-    def reset(self) -> None:
-        self._rings.reset()
 
     def close(self) -> None:
         self._rings.close()
