@@ -8,6 +8,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.endings import Ending, table
+from tests.ray_cluster import agree_on_token
+
+agree_on_token()
 
 settings.register_profile("rdtplan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rdtplan")

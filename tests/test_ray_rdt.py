@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fleet import Strike, running
+from tests.ray_cluster import ray_cluster
 from tests.test_faults import ALONE, FLEET, Note, failed, recover
 
 ray = pytest.importorskip("ray")
@@ -20,22 +18,8 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """One node, no dashboard, little memory; its sockets lie in a short path."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    try:
-        context = ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=80 << 20,
-            log_to_driver=False,
-            _temp_dir=directory,
-        )
-        yield context.address_info["gcs_address"]
-    finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+    with ray_cluster() as address:
+        yield address
 
 
 def test_every_parameter_is_byte_exact_and_the_pool_is_kept(cluster: str, tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ import attrs
 import pytest
 import requests
 
+from tests.ray_cluster import ray_cluster
 from tests.vllm_server import (
     COMPILE_OPTION,
     ROOT,
     Server,
     compile_plan,
     make_source,
-    ray_cluster,
     server,
     testbed,
     write_checkpoint,
@@ -131,7 +131,11 @@ def test_two_replicas(tmp_path: Path) -> None:
     """Two independent servers behind one client, fed by two FSDP2 ranks over every transport."""
     checkpoints = {seed: write_checkpoint("LlamaForCausalLM", tmp_path / seed, ord(seed)) for seed in "AB"}
     options = ("--weight-transfer-config", '{"backend": "rdtexec"}')
-    with ray_cluster() as address, server(checkpoints["B"], *options) as one, server(checkpoints["A"], *options) as two:
+    with (
+        ray_cluster("trainer") as address,
+        server(checkpoints["B"], *options) as one,
+        server(checkpoints["A"], *options) as two,
+    ):
         expected = {"B": one.completions(), "A": two.completions()}
         assert expected["A"] != expected["B"]
         order = Order(

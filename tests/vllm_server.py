@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
@@ -145,26 +144,6 @@ def server(checkpoint: Path, *options: str, environment: dict[str, str] | None =
         yield running
     finally:
         running.stop()
-
-
-@contextlib.contextmanager
-def ray_cluster() -> Iterator[str]:
-    """A small Ray cluster on this machine; its address."""
-    import ray
-
-    with tempfile.TemporaryDirectory(prefix="ray-") as directory:
-        ray.init(
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=100 << 20,
-            namespace="trainer",
-            log_to_driver=False,
-            _temp_dir=directory,
-        )
-        try:
-            yield str(ray.get_runtime_context().gcs_address)
-        finally:
-            ray.shutdown()
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -14,12 +14,9 @@ than 16 MiB and 5 %.
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -69,31 +66,6 @@ def moments_of(syncs: int) -> dict[int, str]:
     return {WARM: "start", max(WARM + 1, syncs // 10): "a tenth", syncs: "end"}
 
 
-@contextlib.contextmanager
-def ray_cluster(transport: str) -> Iterator[str]:
-    """The address of a small cluster, when the transport needs one."""
-    if transport != "ray_rdt":
-        yield ""
-        return
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import ray
-
-    directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    context = ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-        _temp_dir=directory,
-    )
-    try:
-        yield context.address_info["gcs_address"]
-    finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 def soak_fleet(
     transport: str, syncs: int, check_every: int, directory: Path
 ) -> tuple[dict[str, Usage], list[str], int]:
@@ -101,6 +73,7 @@ def soak_fleet(
     from rdtplan.ir.topology import InferenceTopology, TransferSettings
     from tests.fleet import running
     from tests.plans import Scenario, Sizes
+    from tests.ray_cluster import ray_cluster
 
     scenario = Scenario(
         Sizes(layers=2, dense_layers=1),
@@ -114,7 +87,7 @@ def soak_fleet(
     wrong: list[str] = []
     compared = 0
     at = moments_of(syncs)
-    with ray_cluster(transport) as address:
+    with ray_cluster() if transport == "ray_rdt" else contextlib.nullcontext("") as address:
         with running(scenario, directory, transport, ray_address=address, stall_timeout_s=120.0) as fleet:
             for sync in range(syncs):
                 fleet.sync(sync)

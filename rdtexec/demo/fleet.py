@@ -78,7 +78,7 @@ def collect(of: list[Child], timeout_s: float) -> dict[str, Any]:
             child = pending.pop(pipe)  # type: ignore[call-overload]
             try:
                 status, value = child.pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # reset: it died with a message of ours unread
                 child.process.join(1)
                 status, value = "error", f"{child.name} died with exit code {child.process.exitcode}"
             if status == "error":
