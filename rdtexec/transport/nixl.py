@@ -30,7 +30,11 @@ _POISONED: list[Any] = []
 """Memory that an aborted transfer may still write to; kept on purpose until the process ends."""
 
 
-def _make_agent(name: str, device: torch.device) -> Any:
+def _make_agent(name: str, device: torch.device, *, answers: bool) -> Any:
+    """A NIXL agent. `answers`: others read from it, so a thread has to answer UCX; that thread never sleeps.
+
+    One that only reads progresses inside its own calls, and a worker that serves requests keeps its core between syncs.
+    """
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     if device.type == "cuda":
         # On a machine of one GPU UCX sees no NVLink, takes CUDA IPC reads to be slow and goes through the host instead.
@@ -41,8 +45,9 @@ def _make_agent(name: str, device: torch.device) -> Any:
         raise TransferError(
             f"transport nixl needs NIXL: {error}", fix="pip install 'rdtplan[nixl]'", code="RDT614"
         ) from None
+    config = nixl_agent_config(enable_prog_thread=answers, backends=["UCX"])
     try:
-        return nixl_agent(f"{name}-{uuid.uuid4().hex[:8]}", nixl_agent_config(backends=["UCX"]))
+        return nixl_agent(f"{name}-{uuid.uuid4().hex[:8]}", config)
     except Exception as error:
         raise TransferError(f"NIXL agent {name} did not start: {error}", code="RDT614") from None
 
@@ -85,7 +90,7 @@ class NixlProducer(RingProducer):
 
     def attach(self, plan: TrainerPlan, sharers: dict[int, tuple[int, ...]]) -> None:
         self._rank = plan.producer.rank
-        self._agent = _make_agent(f"rdtexec-producer-{self._rank}", self._device)
+        self._agent = _make_agent(f"rdtexec-producer-{self._rank}", self._device, answers=True)
         self._registrations: list[Any] = []
         self._rings = ServeRings(plan, sharers, self._allocate)
 
@@ -119,7 +124,8 @@ class NixlConsumer(PackedConsumer):
 
     def attach(self, plan: WorkerPlan, destination: Destination, pool: ReceivePool | None) -> None:
         super().attach(plan, destination, pool)
-        self._agent = _make_agent(f"rdtexec-consumer-{plan.consumer.consumer_id}", destination.device)
+        name = f"rdtexec-consumer-{plan.consumer.consumer_id}"
+        self._agent = _make_agent(name, destination.device, answers=False)
         self._registration = _register(self._agent, self._pool.memory, "the receive pool")
         self._remotes: dict[int, tuple[str, dict[str, Any]]] = {}
         self._handles: dict[Pull, Any] = {}

@@ -979,9 +979,11 @@ def is_machinery(code: CodeType) -> bool:
     return "/torch/" in code.co_filename or code.co_filename == __file__
 
 
+@functools.cache
 def _short_path(path: str) -> str:
-    """The path from the package on: a plan holds no path of the compiling machine."""
-    for marker in ("/site-packages/", "/dist-packages/"):
-        if marker in path:
-            return path.split(marker, 1)[1]
-    return path.rsplit("/", 1)[-1]
+    """The path from the outermost package on: a plan holds no path of the compiling machine."""
+    file = Path(path)
+    root = file.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    return file.relative_to(root).as_posix()
