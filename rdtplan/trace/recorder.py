@@ -30,9 +30,11 @@ exactly once.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from itertools import islice, pairwise
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -984,6 +986,8 @@ def _short_path(path: str) -> str:
     """The path from the outermost package on: a plan holds no path of the compiling machine."""
     file = Path(path)
     root = file.parent
+    if not file.is_absolute():  # generated code, named like "<string>"
+        return path
     while (root / "__init__.py").is_file():
         root = root.parent
     return file.relative_to(root).as_posix()
