@@ -367,6 +367,22 @@ def test_another_vllm_that_only_respells_its_loaders_changes_no_plan(plan: Fleet
     assert any(e.after == "other (new.py:1)" for e in found.effects)
 
 
+def test_a_loader_that_only_moved_in_its_file_is_one_line(plan: FleetPlan) -> None:
+    def with_lines(*lines: int) -> FleetPlan:
+        loaders = tuple(f"load (model.py:{line})" for line in lines)
+        return evolve(
+            plan,
+            consumers=tuple(
+                evolve(c, program=evolve(c.program, provenance=evolve(c.program.provenance, loaders=loaders)))
+                for c in plan.consumers
+            ),
+        )
+
+    found = compared(with_lines(1, 5, 5, 5, 5, 5, 5, 5, 5), with_lines(1, 7, 7, 7, 7, 7, 7, 7, 7))
+    moved = [e for e in found.effects if e.kind in ("loader", "moved")]
+    assert [(e.kind, e.names, e.before, e.after) for e in moved] == [("moved", "load (model.py)", "1, 5", "1, 7")]
+
+
 def test_a_new_loader_under_the_same_inputs_is_said_to_be_one(plan: FleetPlan) -> None:
     c = plan.consumers[0]
     moved = evolve(

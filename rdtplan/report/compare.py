@@ -49,7 +49,7 @@ class Effect:
     """What happens to a family of names: folded over layers and experts."""
 
     kind: str
-    """`source`, `parameter`, `slices`, `writes`, `owners` or `provenance`."""
+    """`source`, `parameter`, `slices`, `writes`, `owners`, `loader` or `moved` (a loader on another line)."""
     names: str
     count: int
     before: str
@@ -330,7 +330,21 @@ def _places(plan: PlanView, program: Program) -> Counter[tuple[Any, ...]]:
 
 def _provenance(before: list[ConsumerPlan], after: list[ConsumerPlan]) -> list[Effect]:
     """Loaders that did the writing and are on one side only."""
-    old, new = (Counter(loader for p in _programs(side) for loader in p.provenance.loaders) for side in (before, after))
-    gone = [loader for loader in old if loader not in new]
-    added = [loader for loader in new if loader not in old]
-    return [Effect("loader", "", 1, x, y) for x, y in zip_longest(gone, added, fillvalue="none")]
+    old, new = (
+        _by_place(loader for p in _programs(side) for loader in p.provenance.loaders) for side in (before, after)
+    )
+    gone = [f"{place[:-1]}:{lines})" for place, lines in old.items() if place not in new]
+    added = [f"{place[:-1]}:{lines})" for place, lines in new.items() if place not in old]
+    moved = [place for place in old if place in new and old[place] != new[place]]
+    return [
+        *(Effect("loader", "", 1, x, y) for x, y in zip_longest(gone, added, fillvalue="none")),
+        *(Effect("moved", place, 1, old[place], new[place]) for place in moved),
+    ]
+
+
+def _by_place(loaders: Iterable[str]) -> dict[str, str]:
+    """Loaders given as `function (file:line)`: `function (file)` -> its lines."""
+    lines: dict[str, dict[str, None]] = {}
+    for place, _, line in (loader.rpartition(":") for loader in loaders):
+        lines.setdefault(f"{place})", {})[line.removesuffix(")")] = None
+    return {place: ", ".join(found) for place, found in lines.items()}

@@ -19,6 +19,7 @@ _TITLES = {
     "parameter": "parameters of the model",
     "slices": "how a replica's workers together cut the sources",
     "loader": "loaders that wrote (provenance; outside the identity)",
+    "moved": "loaders on other lines (provenance; outside the identity)",
 }
 
 
@@ -71,6 +72,9 @@ def _effects(effects: tuple[Effect, ...], width: int) -> list[str]:
         if kind == "loader":
             rows = [[e.before, e.after] for e in members[:SHOWN]]
             lines += ["", *table(title, ["before", "after"], rows, width, text=(0, 1))]
+        elif kind == "moved":
+            rows = [[e.names, e.before, e.after] for e in members[:SHOWN]]
+            lines += ["", *table(title, ["loader", "line before", "line after"], rows, width, text=(0, 1, 2))]
         else:
             rows = [[e.names, f"{e.count:,}", e.before, e.after] for e in members[:SHOWN]]
             lines += ["", *table(title, ["names", "count", "before", "after"], rows, width, text=(0, 2, 3))]
