@@ -76,19 +76,20 @@ def operation_flaws(program: Program) -> Iterator[Flaw]:
 
 def _operand_flaws(program: Program) -> Iterator[Flaw]:
     p = program.parameters
-    for row, kind in enumerate(p.kinds):
-        if kind != "operand":
-            if row >= p.held:
-                yield f"parameters.kinds[{row}]", "operands stand last", "RDT331"
-            continue
+    operands = {row for row, kind in enumerate(p.kinds) if kind == "operand"}
+    if not operands:
+        return
+    for row in range(p.held, len(p)):
+        if row not in operands:
+            yield f"parameters.kinds[{row}]", "operands stand last", "RDT331"
+    for row in sorted(operands):
         if p.strides[row] != contiguous_stride(p.shapes[row]) or p.aliases[row]:
             yield f"parameters.strides[{row}]", f"operand {p.names[row]!r} is not contiguous or has aliases", "RDT331"
-    filled = {row for row in program.fills.parameters if p.kinds[row] == "operand"}
-    for row in sorted(filled):
+    for row in sorted(operands.intersection(program.fills.parameters)):
         yield "fills.parameters", f"{p.names[row]!r} is an operand: only fetches write it", "RDT331"
     dtypes = program.dtype_table
     for s, (key, row) in enumerate(zip(program.scatters.key, program.scatters.parameter, strict=True)):
-        if p.kinds[row] == "operand" and dtypes[program.keys.dtype[key]] != p.dtypes[row]:
+        if row in operands and dtypes[program.keys.dtype[key]] != p.dtypes[row]:
             what = f"operand {p.names[row]!r} ({p.dtypes[row]}) is fetched as {dtypes[program.keys.dtype[key]]}"
             yield f"scatters.key[{s}]", what, "RDT331"
 
