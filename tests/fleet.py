@@ -267,6 +267,8 @@ class Setup:
     """More settings of producers and consumers, by role."""
     outside: list[str] = field(factory=list)
     """Processes that do not join the Ray cluster."""
+    nodes: dict[str, str] = field(factory=dict)
+    """The address of the Ray node that a process joins, where the cluster has several."""
 
 
 def join_ray(setup: Setup, name: str) -> None:
@@ -277,7 +279,13 @@ def join_ray(setup: Setup, name: str) -> None:
         from rdtexec.transport import ray_rdt
 
         ray_rdt.START_TIMEOUT_S = setup.answer_s / 2  # a small and busy machine starts actors slowly
-        ray.init(address=setup.ray_address, namespace="fleet", log_to_driver=False, configure_logging=False)
+        ray.init(
+            address=setup.ray_address,
+            namespace="fleet",
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address=setup.nodes.get(name),
+        )
 
 
 def _observer(role: str, number: int, identity: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -545,6 +553,7 @@ def running(
     connect: bool = True,
     ray_address: str = "",
     far: tuple[int, ...] = (),
+    nodes: dict[str, str] | None = None,
     **options: dict[str, Any],
 ) -> Iterator[Fleet]:
     """Write the plan, start every process, connect, and clean up. `options` are settings by role."""
@@ -566,6 +575,7 @@ def running(
         answer_s,
         far,
         dict(options),
+        nodes=nodes or {},
     )
     mains: dict[str, Any] = {f"producer {r}": (producer_main, (setup, r)) for r in range(scenario.trainer_ranks)}
     for replica in range(scenario.topology.replicas):

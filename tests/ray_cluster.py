@@ -6,17 +6,23 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 
 
 def agree_on_token() -> None:
     """
-    Let every process started from here on know one token, before Ray is imported anywhere.
+    Let every process started from here on know one token; without effect where Ray is imported already.
 
     Ray writes one to the home directory when the first cluster of an account starts, and a process (or a fork
     server) that had looked before that keeps knowing none.
     """
+    if "ray" in sys.modules:
+        return
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
@@ -43,3 +49,29 @@ def ray_cluster(namespace: str | None = None) -> Iterator[str]:
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def another_node(address: str, ip: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A second node of the cluster on this machine, under a loopback address; `kill_node` ends it."""
+    import ray
+
+    before = sum(node["Alive"] for node in ray.nodes())
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--address", address]
+    command += ["--node-ip-address", ip, "--num-cpus", "1", "--object-store-memory", str(80 << 20)]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while sum(node["Alive"] for node in ray.nodes()) == before:
+            assert process.poll() is None and time.monotonic() < deadline, "the second node did not join"
+            time.sleep(0.2)
+        yield process
+    finally:
+        kill_node(process)
+
+
+def kill_node(process: subprocess.Popen[bytes]) -> None:
+    """All processes of the node at once, as when its power fails."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fleet import Strike, running
-from tests.ray_cluster import ray_cluster
+from tests.ray_cluster import another_node, kill_node, ray_cluster
 from tests.test_faults import ALONE, FLEET, Note, failed, recover
 
 ray = pytest.importorskip("ray")
@@ -105,6 +105,27 @@ def test_bytes_that_change_on_the_way_are_found(cluster: str, tmp_path: Path, no
         failed(endings, "arrived with other bytes than producer 0 holds")
         note("a byte changes on the way (checksums on)", "ray_rdt", endings, "all connect anew")
         recover(fleet, 2)
+
+
+@pytest.mark.slow
+def test_a_node_that_dies(cluster: str, tmp_path: Path, note: Note) -> None:
+    """The trainer's rank and its ring actor are on a node of their own: both are gone, and another node takes over."""
+    here = {"producer 0": "127.0.0.2"}
+    with another_node(cluster, "127.0.0.2") as node:
+        with running(ALONE, tmp_path, "ray_rdt", ray_address=cluster, nodes=here, stall_timeout_s=120.0) as fleet:
+            fleet.sync(0)
+            assert fleet.wrong(0) == {}
+            fleet.begin(1)
+            kill_node(node)
+            fleet.producers[0].process.kill()
+            endings = fleet.endings(fleet.everyone)
+            assert endings.pop("producer 0").status == "dead"
+            failed(endings, "producer 0 is gone")
+            note("the Ray node of a producer dies, mid-sync", "ray_rdt", endings, "another node, and an init anew")
+            fleet.setup.nodes["producer 0"] = "127.0.0.3"
+            with another_node(cluster, "127.0.0.3"):
+                fleet.restart_producer(0)
+                recover(fleet, 2)
 
 
 @pytest.mark.slow
