@@ -251,7 +251,7 @@ def _slices(a: PlanView, b: PlanView, before: list[ConsumerPlan], after: list[Co
     """Sources that the workers of a replica cut into other pieces."""
     old, new = _cuts(a, before), _cuts(b, after)
     names = [n for n in old if n in new and old[n] != new[n]]
-    texts = {cut: _cut_text(cut) for n in names for cut in (old[n], new[n])}
+    texts = {cut: _cut_text(cut) for cut in {old[n] for n in names} | {new[n] for n in names}}
     return _folded("slices", [(n, texts[old[n]], texts[new[n]]) for n in names])
 
 
@@ -262,23 +262,25 @@ Cut = tuple[tuple[int, int], ...]
 def _cuts(plan: PlanView, workers: list[ConsumerPlan]) -> dict[str, Cut]:
     """How the workers of one replica together cut every source name."""
     names = plan.field("manifest").names
-    pieces: list[list[int]] = [[] for _ in names]
+    alike: dict[tuple[int, ...], list[list[int]]] = {}
     for c in workers:
         if c.replica:
             continue
         keys, p = c.program.keys, c.program
         sizes = [itemsize(d) for d in p.dtype_table]
         numels = [r.numel for r in p.regions]
-        only = sizes[0] if len(sizes) == 1 else 0
-        for source, region, dtype in zip(keys.source, keys.region, keys.dtype, strict=True):
-            pieces[source].append(numels[region] * (only or sizes[dtype]))
+        nbytes = [numels[r] * sizes[d] for r, d in zip(keys.region, keys.dtype, strict=True)]
+        alike.setdefault(keys.source, []).append(nbytes)
+    pieces: list[tuple[int, ...]] = [()] * len(names)
+    for sources, columns in alike.items():  # workers that read the same sources in the same order, side by side
+        for source, piece in zip(sources, zip(*columns, strict=True), strict=True):
+            pieces[source] += piece
     known: dict[tuple[int, ...], Cut] = {}
     found: dict[str, Cut] = {}
     for name, piece in zip(names, pieces, strict=True):
-        key = tuple(piece)
-        if key not in known:
-            known[key] = tuple(sorted(Counter(piece).items()))
-        found[name] = known[key]
+        if piece not in known:
+            known[piece] = tuple(sorted(Counter(piece).items()))
+        found[name] = known[piece]
     return found
 
 
