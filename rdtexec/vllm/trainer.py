@@ -344,8 +344,8 @@ class IteratedSource:
 
 
 def _check_gives_full_tensors(source: Any) -> None:
-    """InputError RDT111 for a source (of vLLM 0.33) that yields a rank's pieces alone."""
-    if hasattr(source, "implements_iter_full") and not source.implements_iter_full():
+    """InputError RDT111 for a source (of vLLM 0.33) that yields a rank's pieces alone and does not say which."""
+    if not hasattr(source, "gather") and hasattr(source, "implements_iter_full") and not source.implements_iter_full():
         raise InputError(
             f"{type(source).__name__} yields local pieces only (iter_local), rdtexec sends full tensors",
             fix="implement iter_full, which gathers each name among its owners",
