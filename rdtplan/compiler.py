@@ -207,7 +207,8 @@ def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
     from fnmatch import fnmatchcase
 
     trace = draft.trace
-    assert draft.provenance and draft.keys and draft.scatters and draft.chunks and draft.lifetimes
+    assert draft.provenance is not None and draft.keys is not None and draft.scatters is not None
+    assert draft.chunks is not None and draft.lifetimes is not None
     touched = {*trace.fetches.parameters, *trace.fills.parameters, *trace.operations.parameters}
     untouched = dict(zip(trace.untouched, trace.untouched_reasons or ("",) * len(trace.untouched), strict=True))
     for k, name in enumerate(trace.parameters.names):
