@@ -1,10 +1,10 @@
 """Ways in which weight sync is known to go silently wrong, each applied to a good plan, manifest, loader, worker or
 trainer, and who refuses it.
 
-A plan is changed before the passes run, in the traces that they take: what comes out has every chunk, lifetime, signal and
-digest in order and says something wrong, as a plan would whose compiler had that bug. Where the incident is in what the
-passes make (a signal, an order, an owner) the finished plan is changed and all its digests are computed anew. Loaders are
-vLLM's own with one method replaced. Nothing is stood in for but what the CPU build of vLLM lacks.
+A plan is changed before the passes run, in the traces that they take: what comes out has every chunk, lifetime, signal
+and digest in order and says something wrong, as a plan would whose compiler had that bug. Where the incident is in what
+the passes make (a signal, an order, an owner) the finished plan is changed and all its digests are computed anew. Loaders
+are vLLM's own with one method replaced. Nothing is stood in for but what the CPU build of vLLM lacks.
 
 `tests/mutations.py` is the table, `refusal` says how one of them ends, `tools/mutations.py` prints all of them.
 """
@@ -15,7 +15,7 @@ import contextlib
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ class Good:
         return recompile(self.plan, self.config_dir, jobs=1)
 
     def loaders_do(self, plan: FleetPlan) -> FleetPlan:
-        """What the loaders do with the inputs that `plan` names; tracing is deterministic, so equal inputs trace once."""
+        """What the loaders do with the inputs that `plan` names; tracing is deterministic: equal inputs trace once."""
         inputs = [(p.manifest, p.ownership, p.topology, p.settings, p.model, p.waivers) for p in (plan, self.plan)]
         if inputs[0] == inputs[1]:
             return self.fresh
@@ -205,7 +205,9 @@ def owned(good: Good, change: Callable[[Parts], Parts], bench: Bench) -> None:
     refuse(verify_fleet(plan), plan.waivers)
 
 
-def compiled_with_loader(good: Good, change: Callable[[], contextlib.AbstractContextManager[Any]], bench: Bench) -> None:
+def compiled_with_loader(
+    good: Good, change: Callable[[], contextlib.AbstractContextManager[Any]], bench: Bench
+) -> None:
     """A vLLM whose loader has the bug, by `rdtplan compile`."""
     with change():
         good.compile()
@@ -331,18 +333,21 @@ def mutation(
     name: str, incident: str, subject: str, judge: Judge, code: str, applied_to: str = ""
 ) -> Callable[[Any], Any]:
     """Enter the decorated change into the table."""
-    where = applied_to or {
-        verified: "traces",
-        verified_with_loaders: "traces",
-        verified_with_manifest: "traces",
-        verified_sealed: "plan",
-        compiled: "manifest",
-        owned: "owners",
-        compiled_with_loader: "loader",
-        attached_to_worker: "live model",
-        loaded_by_worker: "worker",
-        attached_to_trainer: "live trainer",
-    }[judge]
+    where = (
+        applied_to
+        or {
+            verified: "traces",
+            verified_with_loaders: "traces",
+            verified_with_manifest: "traces",
+            verified_sealed: "plan",
+            compiled: "manifest",
+            owned: "owners",
+            compiled_with_loader: "loader",
+            attached_to_worker: "live model",
+            loaded_by_worker: "worker",
+            attached_to_trainer: "live trainer",
+        }[judge]
+    )
 
     def enter(change: Any) -> Any:
         MUTATIONS.append(Mutation(name, incident, where, subject, judge, code, change))
@@ -414,14 +419,10 @@ def on_workers(parts: Parts, change: Callable[[RankTrace], RankTrace], workers: 
         traces.append(change(traces[trace_of[worker]]))
         trace_of[worker] = len(traces) - 1
     used = sorted(set(trace_of))
-    return evolve(
-        parts, traces=tuple(traces[t] for t in used), trace_of=tuple(used.index(t) for t in trace_of)
-    )
+    return evolve(parts, traces=tuple(traces[t] for t in used), trace_of=tuple(used.index(t) for t in trace_of))
 
 
-def with_rows(
-    change: Callable[[Copy], Copy | None], workers: Iterable[int] | None = None
-) -> Callable[[Parts], Parts]:
+def with_rows(change: Callable[[Copy], Copy | None], workers: Iterable[int] | None = None) -> Callable[[Parts], Parts]:
     """Change or drop copies one by one."""
 
     def apply(parts: Parts) -> Parts:
@@ -447,9 +448,7 @@ def exchanged(a: str, b: str, within: str = "", workers: Iterable[int] | None = 
 
 
 def drop(parameter: str, source: str = "", workers: Iterable[int] | None = None) -> Callable[[Parts], Parts]:
-    return with_rows(
-        lambda c: None if c.parameter.endswith(parameter) and source in c.source else c, workers
-    )
+    return with_rows(lambda c: None if c.parameter.endswith(parameter) and source in c.source else c, workers)
 
 
 def as_rank_0(parameter: str, worker: int) -> Callable[[Parts], Parts]:
@@ -459,9 +458,11 @@ def as_rank_0(parameter: str, worker: int) -> Callable[[Parts], Parts]:
         first = copies_of(parts.traces[parts.trace_of[0]], parts.manifest)
         taken = {(c.parameter, c.source, c.dest): c.taken for c in first}
         return with_rows(
-            lambda c: evolve(c, taken=taken.get((c.parameter, c.source, c.dest), c.taken))
-            if c.parameter.endswith(parameter)
-            else c,
+            lambda c: (
+                evolve(c, taken=taken.get((c.parameter, c.source, c.dest), c.taken))
+                if c.parameter.endswith(parameter)
+                else c
+            ),
             [worker],
         )(parts)
 

@@ -135,9 +135,11 @@ enter(
     verified,
     "RDT313",
     with_rows(
-        lambda c: evolve(c, dest=evolve(c.dest, offset=c.dest.offset + 64 * 128 * 8))
-        if c.source.endswith("layers.0.mlp.experts.7.gate_proj.weight")
-        else c
+        lambda c: (
+            evolve(c, dest=evolve(c.dest, offset=c.dest.offset + 64 * 128 * 8))
+            if c.source.endswith("layers.0.mlp.experts.7.gate_proj.weight")
+            else c
+        )
     ),
 )
 enter(
@@ -147,9 +149,11 @@ enter(
     verified,
     "RDT314",
     with_rows(
-        lambda c: evolve(c, taken=evolve(c.taken, offset=c.taken.offset + 32 * 128))
-        if c.source.endswith("layers.0.self_attn.k_proj.weight")
-        else c
+        lambda c: (
+            evolve(c, taken=evolve(c.taken, offset=c.taken.offset + 32 * 128))
+            if c.source.endswith("layers.0.self_attn.k_proj.weight")
+            else c
+        )
     ),
 )
 enter(
@@ -159,9 +163,7 @@ enter(
     verified,
     "RDT321",
     with_rows(
-        lambda c: evolve(c, taken=Region((8, 128), (0, 1), 0))
-        if c.source.endswith("layers.0.mlp.gate.weight")
-        else c
+        lambda c: evolve(c, taken=Region((8, 128), (0, 1), 0)) if c.source.endswith("layers.0.mlp.gate.weight") else c
     ),
 )
 
@@ -176,9 +178,7 @@ enter(
 def _zero_bytes(parts: Parts) -> Parts:
     nothing = Fetches((), (), (), (), (), (), ())
     fleet = evolve(parts.fleet, waivers=(Waiver("RDT310", "*"), Waiver("RDT311", "*"), Waiver("RDT320", "*")))
-    changed = on_workers(
-        parts, lambda t: evolve(t, fetches=nothing, fills=Fills((), (), (), ()), fill_loaders=())
-    )
+    changed = on_workers(parts, lambda t: evolve(t, fetches=nothing, fills=Fills((), (), (), ()), fill_loaders=()))
     return evolve(changed, fleet=fleet)
 
 
@@ -240,9 +240,7 @@ def _narrowed(parts: Parts) -> Parts:
     def change(trace: RankTrace) -> RankTrace:
         row = trace.parameters.names.index(name)
         shapes = trace.parameters.shapes
-        return evolve(
-            trace, parameters=evolve(trace.parameters, shapes=(*shapes[:row], (64,), *shapes[row + 1 :]))
-        )
+        return evolve(trace, parameters=evolve(trace.parameters, shapes=(*shapes[:row], (64,), *shapes[row + 1 :])))
 
     half = Region((64,), (1,), 0)
     narrow = with_rows(lambda c: evolve(c, taken=half, dest=half) if c.parameter == name else c, [1])
@@ -381,9 +379,11 @@ for _name, _incident, _subject, _change in (
         "Query rows in the order of the other rotary layout.",
         "moe",
         with_rows(
-            lambda c: evolve(c, dest=canonical((2, 16, 2, 128), (4096, 128, 2048, 1), 0))
-            if c.source.endswith("q_proj.weight")
-            else c
+            lambda c: (
+                evolve(c, dest=canonical((2, 16, 2, 128), (4096, 128, 2048, 1), 0))
+                if c.source.endswith("q_proj.weight")
+                else c
+            )
         ),
     ),
     (
@@ -601,9 +601,7 @@ enter(
     "RDT303",
     lambda parts: evolve(
         parts,
-        owners=tuple(
-            (1,) if "layers.1." in n or n.startswith("model.norm") else (0,) for n in parts.manifest.names
-        ),
+        owners=tuple((1,) if "layers.1." in n or n.startswith("model.norm") else (0,) for n in parts.manifest.names),
         traces=exchanged("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj")(parts).traces,
     ),
 )
@@ -775,7 +773,9 @@ def _on_rank_0(self: Any, param: Any, loaded: Tensor) -> None:
 
 
 def _always_shard_0(self: Any, param: Any, loaded: Tensor) -> None:
-    _load_and_pad(self, param, loaded.narrow(0, 0, param.shape[0] if loaded.shape[0] >= param.shape[0] else loaded.shape[0]))
+    _load_and_pad(
+        self, param, loaded.narrow(0, 0, param.shape[0] if loaded.shape[0] >= param.shape[0] else loaded.shape[0])
+    )
 
 
 def _twice(self: Any, param: Any, loaded: Tensor) -> None:
@@ -858,7 +858,13 @@ for _name, _incident, _subject, _code, _loader in (
     ("loader that copies shard 0", "The rank is taken from the wrong group.", "moe", "RDT321", _always_shard_0),
     ("loader that writes twice", "Which of two writes lasts depends on timing.", "moe, one rank", "RDT312", _twice),
     ("loader that broadcasts", "`copy_` of one row fills all of them.", "moe, one rank", "RDT203", _broadcast),
-    ("loader that looks at data", "Scales are folded in when the values are small.", "moe, one rank", "RDT201", _by_value),
+    (
+        "loader that looks at data",
+        "Scales are folded in when the values are small.",
+        "moe, one rank",
+        "RDT201",
+        _by_value,
+    ),
     ("loader through NumPy", "What happens there is not seen by torch.", "moe, one rank", "RDT201", _through_numpy),
     (
         "loader that swallows errors",
@@ -885,9 +891,27 @@ for _name, _incident, _subject, _code, _loader in (
         "RDT310",
         _behind_the_recorder,
     ),
-    ("loader that keeps the source", "A copy in a plain attribute stays stale.", "moe, one rank", "RDT208", _kept_aside),
-    ("loader that replaces memory", "CUDA graphs go on reading the old memory.", "moe, one rank", "RDT205", _new_memory),
-    ("loader that changes the source", "The next consumer reads what is left.", "moe, one rank", "RDT204", _source_changed),
+    (
+        "loader that keeps the source",
+        "A copy in a plain attribute stays stale.",
+        "moe, one rank",
+        "RDT208",
+        _kept_aside,
+    ),
+    (
+        "loader that replaces memory",
+        "CUDA graphs go on reading the old memory.",
+        "moe, one rank",
+        "RDT205",
+        _new_memory,
+    ),
+    (
+        "loader that changes the source",
+        "The next consumer reads what is left.",
+        "moe, one rank",
+        "RDT204",
+        _source_changed,
+    ),
 ):
     enter(_name, _incident, _subject, compiled_with_loader, _code, _vocabulary_loader(_loader))
 

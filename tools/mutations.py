@@ -2,8 +2,8 @@
 
     python tools/mutations.py [--only PATTERN] [--markdown | --json]
 
-Prints a row a mutation and the detection rate; exits 1 when one went through, was refused with another code or by somebody
-else, or when a subject that is not mutated is refused. `--markdown` prints the table of docs/mutations.md instead.
+Prints a row a mutation and the detection rate; exits 1 when one went through, was refused with another code or by
+somebody else, or when a subject that is not mutated is refused. `--markdown` prints the table of docs/mutations.md.
 Needs the CPU build of vLLM, no GPU; takes about a minute.
 """
 
@@ -57,8 +57,8 @@ def run(only: str, form: str) -> int:
         return 0
     rate = 100 * caught / max(1, len(wanted))
     print(
-        f"\n{caught} of {len(wanted)} mutations refused: detection rate {rate:.1f} %; {len(wanted) - len(wrong)} with the "
-        f"code of the table; {len(alarms)} false alarms"
+        f"\n{caught} of {len(wanted)} mutations refused: detection rate {rate:.1f} %; "
+        f"{len(wanted) - len(wrong)} with the code of the table; {len(alarms)} false alarms"
     )
     for line in (*wrong, *alarms):
         print(f"  {line}")

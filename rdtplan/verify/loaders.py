@@ -2,8 +2,8 @@
 
 A plan can be sound and wrong. Gate and up exchanged, two experts swapped, a square matrix transposed, a transform left
 out: every element is written once and every source consumed. Only the loaders know better. So they are run again on
-what the plan says of itself (manifest, owners, layout, settings, dtype), and every worker's program is compared with what
-they do, name by name and element by element; where chunks and routing differ and the writes do not, that is a note.
+what the plan says of itself (manifest, owners, layout, settings, dtype), and every worker's program is compared with
+what they do, name by name and element by element. Other chunks or routing for the same writes are a note.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def check_loaders(plan: FleetPlan, fresh: FleetPlan) -> list[Finding]:
 def _remarks(plan: FleetPlan, fresh: FleetPlan, differs: bool) -> Iterator[Finding]:
     if plan.model.config_digest != fresh.model.config_digest:
         sentence = (
-            f"config.json is not the one that the plan was compiled from: digest {plan.model.config_digest[:16]} in the "
-            f"plan, {fresh.model.config_digest[:16]} here"
+            "config.json is not the one that the plan was compiled from: "
+            f"digest {plan.model.config_digest[:16]} in the plan, {fresh.model.config_digest[:16]} here"
         )
         yield Finding("RDT333", sentence, ("model.config_digest",), "note")
     if not differs and plan.identity != fresh.identity:
@@ -114,7 +114,8 @@ def _copies(a: Program, b: Program, manifest: Manifest) -> Iterator[Difference]:
     name = place[0]
     loader = next(_loader(b, place), "") if does else ""
     parts = [
-        f"{name!r} {_in_parameter(program, *place)}: the plan {_words(said, manifest)}, the loader {_words(does, manifest)}",
+        f"{name!r} {_in_parameter(program, *place)}: ",
+        f"the plan {_words(said, manifest)}, the loader {_words(does, manifest)}",
         f" ({loader})" if loader else "",
         f"; {len(differing) + len(missing)} of {len(planned)} copies differ",
     ]

@@ -20,15 +20,19 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations, pairwise, zip_longest
 from math import prod
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from rdtplan.ir.dtypes import itemsize
+from rdtplan.ir.manifest import Ints
 from rdtplan.ir.pieces import whole_of
 from rdtplan.ir.plan import ConsumerPlan, FleetPlan, Program
 from rdtplan.ir.regions import Region, canonical, refine, span
 from rdtplan.ir.topology import Position
 from rdtplan.verify.coverage import Prover
 from rdtplan.verify.findings import Finding
+
+MOST_RUNS = 1 << 16
+"""Contiguous runs of a source in a parameter that are looked at one by one, where slices were cut."""
 
 Copy = tuple[str, str, str, Region, Region]
 """(parameter, source name, dtype in which it is read, region of the source, region of the parameter)."""
@@ -59,7 +63,7 @@ def check_ranks(plan: FleetPlan, prover: Prover) -> list[Finding]:
             row = _Taken(worker.consumer_id, worker.position, taken, dest)
             sharing.setdefault((source, dtype, parameter), {}).setdefault(worker.consumer_id, []).append(row)
     findings += _check_sources(sharing)
-    return findings + _check_places(sharing, prover) + _check_parameters(sharing, copies, prover)
+    return findings + _check_places(sharing, copies.cut, prover) + _check_parameters(sharing, copies, prover)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------
@@ -82,7 +86,7 @@ class _Copies:
                 self.dtypes[whole[0]] = plan.manifest.dtype(k)
                 self.numel[whole[0]] = max(self.numel.get(whole[0], 0), whole[1] + prod(plan.manifest.shape(k)))
         parted = any(w is None or w[0] != n for w, n in zip(self.wholes, plan.manifest.names, strict=True))
-        self._cut = bool(plan.settings.max_chunk_bytes) or parted
+        self.cut = bool(plan.settings.max_chunk_bytes) or parted
 
     def of(self, program: Program) -> list[Copy]:
         found = self._found.get(id(program))
@@ -102,7 +106,7 @@ class _Copies:
                 first = whole[1] * itemsize(self._manifest.dtype(keys.source[key])) // itemsize(dtype)
                 region = Region(region.shape, region.stride, region.offset + first)
             rows.append((names[parameter], whole[0], dtype, region, program.regions[dest]))
-        return _together(rows) if self._cut else rows
+        return _together(rows) if self.cut else rows
 
 
 def _together(rows: list[Copy]) -> list[Copy]:
@@ -128,30 +132,62 @@ def _together(rows: list[Copy]) -> list[Copy]:
 
 
 def _join(a: tuple[Region, Region], b: tuple[Region, Region]) -> tuple[Region, Region] | None:
-    """One copy that does what `a` and then `b` do, None when there is none.
+    """One copy that does what `a` and then `b` do, None when none is found.
 
     >>> rows = (Region((8,), (1,), 0), Region((2, 4), (6, 1), 0)), (Region((4,), (1,), 8), Region((4,), (1,), 12))
     >>> [str(r) for r in _join(*rows)]
     ['[shape (12,) stride (1,) offset 0]', '[shape (3, 4) stride (6, 1) offset 0]']
     """
-    shape, sa, da = refine(*a)
-    more, sb, db = refine(*b)
-    step, reach = b[0].offset - a[0].offset, b[1].offset - a[1].offset
-    for lead in (1, 0):  # the outermost dimension goes on, or one more is put around two equal copies
-        if (shape[lead:], sa[lead:], da[lead:]) == (more[lead:], sb[lead:], db[lead:]) and len(shape) >= lead:
-            if lead and (sa[:1], da[:1]) == (sb[:1], db[:1]) and (step, reach) == (shape[0] * sa[0], shape[0] * da[0]):
-                sizes = (shape[0] + more[0], *shape[1:])
-                return canonical(sizes, sa, a[0].offset), canonical(sizes, da, a[1].offset)
-            if not lead and step > 0 and reach > 0:
-                sizes = (2, *shape)
-                return (
-                    canonical(sizes, (step, *sa), a[0].offset),
-                    canonical(sizes, (reach, *da), a[1].offset),
-                )
-    if (shape[1:], sa[1:], da[1:]) == (more, sb, db) and (step, reach) == (shape[0] * sa[0], shape[0] * da[0]):
-        sizes = (shape[0] + 1, *more)
-        return canonical(sizes, sa, a[0].offset), canonical(sizes, da, a[1].offset)
+    (shape, sa, da), (more, sb, db) = refine(*a), refine(*b)
+    by = b[0].offset - a[0].offset, b[1].offset - a[1].offset
+    if (shape, sa, da) == (more, sb, db) and min(by) > 0:  # two equal copies, one behind the other
+        return _region((2, *shape), (by[0], *sa), a[0]), _region((2, *shape), (by[1], *da), a[1])
+    if shape and (shape[1:], sa[1:], da[1:]) == (more, sb, db) and by == (shape[0] * sa[0], shape[0] * da[0]):
+        return _region((shape[0] + 1, *more), sa, a[0]), _region((shape[0] + 1, *more), da, a[1])
+    if more and (shape, sa, da) == (more[1:], sb[1:], db[1:]) and by == (sb[0], db[0]):
+        return _region((more[0] + 1, *shape), sb, a[0]), _region((more[0] + 1, *shape), db, a[1])
+    if shape and (shape[1:], sa, da) == (more[1:], sb, db) and by == (shape[0] * sa[0], shape[0] * da[0]):
+        return _region((shape[0] + more[0], *shape[1:]), sa, a[0]), _region((shape[0] + more[0], *shape[1:]), da, a[1])
     return None
+
+
+def _region(shape: Ints, stride: Ints, first: Region) -> Region:
+    return canonical(shape, stride, first.offset)
+
+
+def _exactly(rows: list[_Taken]) -> list[_Taken] | None:
+    """The same copies cut into runs and joined anew, which depends on nothing but what goes where; None: too many."""
+    runs: list[tuple[int, int, int]] = []
+    for row in rows:
+        shape, source, dest = refine(row.source, row.dest)
+        if prod(shape[:-1]) > MOST_RUNS or len(runs) > MOST_RUNS:
+            return None
+        whole = bool(shape) and source[-1] == dest[-1] == 1
+        outer, n = (shape[:-1], shape[-1]) if whole else (shape, 1)
+        starts = [(row.dest.offset, row.source.offset)]
+        for size, by, to in zip(outer, source, dest, strict=False):
+            starts = [(d + i * to, s + i * by) for d, s in starts for i in range(size)]
+            if len(starts) > MOST_RUNS:
+                return None
+        runs += [(d, s, n) for d, s in starts]
+    merged: list[tuple[int, int, int]] = []
+    for d, s, n in sorted(runs):
+        if merged and (d, s) == (merged[-1][0] + merged[-1][2], merged[-1][1] + merged[-1][2]):
+            merged[-1] = (*merged[-1][:2], merged[-1][2] + n)
+        else:
+            merged.append((d, s, n))
+    out: list[_Taken] = []
+    at = 0
+    while at < len(merged):
+        d, s, n = merged[at]
+        end = at + 1
+        to, by = (merged[end][0] - d, merged[end][1] - s) if end < len(merged) else (0, 0)
+        while by > 0 and end < len(merged) and merged[end] == (d + (end - at) * to, s + (end - at) * by, n):
+            end += 1
+        shape = (end - at, n)
+        out.append(evolve(rows[0], source=canonical(shape, (by, 1), s), dest=canonical(shape, (to, 1), d)))
+        at = end
+    return out
 
 
 # -- the rules ---------------------------------------------------------------------------------------------------
@@ -182,7 +218,9 @@ def _check_operations(engine: Sequence[ConsumerPlan]) -> list[Finding]:
         if id(program) in done:
             continue
         done.add(id(program))
-        computed: dict[str, list[tuple[str, ...]]] = {n: [] for n in program.parameters.names[: program.parameters.held]}
+        computed: dict[str, list[tuple[str, ...]]] = {
+            n: [] for n in program.parameters.names[: program.parameters.held]
+        }
         for row, expression in zip(program.operations.parameters, program.operations.expressions, strict=True):
             nodes = tuple(node.op for node in program.expressions[expression].nodes)
             computed[program.parameters.names[row]].append(nodes)
@@ -222,7 +260,9 @@ def _check_sources(sharing: dict[tuple[str, str, str], dict[int, list[_Taken]]])
     return findings
 
 
-def _check_places(sharing: dict[tuple[str, str, str], dict[int, list[_Taken]]], prover: Prover) -> list[Finding]:
+def _check_places(
+    sharing: dict[tuple[str, str, str], dict[int, list[_Taken]]], cut: bool, prover: Prover
+) -> list[Finding]:
     findings: list[Finding] = []
     sound: set[tuple[tuple[_Taken, ...], ...]] = set()
     for (source, _, parameter), by_worker in sharing.items():
@@ -232,6 +272,10 @@ def _check_places(sharing: dict[tuple[str, str, str], dict[int, list[_Taken]]], 
         if shape in sound:  # layers and experts repeat
             continue
         problem = _misplaced(by_worker) or _untiled(by_worker, prover)
+        if problem is not None and cut:  # it may have been cut and joined in different places
+            exact = {worker: _exactly(rows) for worker, rows in by_worker.items()}
+            known = {worker: rows for worker, rows in exact.items() if rows is not None}
+            problem = (_misplaced(known) or _untiled(known, prover)) if len(known) == len(exact) else None
         if problem is None:
             sound.add(shape)
         else:
