@@ -57,8 +57,8 @@ def check(
 ) -> list[Finding]:
     """Everything that is wrong with a plan: digests, structure, completeness. Empty for a sound plan.
 
-    With `model`, a config directory, vLLM's loaders are run again and what they do is compared with the plan (needs vLLM
-    and torch; TraceError when they do not run); `manifest` is compared with the sources that the plan has.
+    With `model`, a config directory, vLLM's loaders are run again and compared with the plan (needs vLLM and
+    torch; TraceError when they do not run); `manifest` is compared with the sources that the plan has.
     Findings that the plan's waivers accept are among them; `rdtplan.verify.waived` tells.
     """
     from rdtplan.inputs.manifests import read_manifest

@@ -3,7 +3,7 @@ trainer, and who refuses it.
 
 A plan is changed before the passes run, in the traces that they take: what comes out has every chunk, lifetime, signal
 and digest in order and says something wrong, as a plan would whose compiler had that bug. Where the incident is in what
-the passes make (a signal, an order, an owner) the finished plan is changed and all its digests are computed anew. Loaders
+the passes make (a signal, an order, an owner) the finished plan is changed and its digests are computed anew. Loaders
 are vLLM's own with one method replaced. Nothing is stood in for but what the CPU build of vLLM lacks.
 
 `tests/mutations.py` is the table, `refusal` says how one of them ends, `tools/mutations.py` prints all of them.

@@ -1,7 +1,7 @@
 """Every mutation of the corpus is refused, by the one who should and with the right code; nothing else is.
 
-The corpus runs in a process of its own (`tools/mutations.py --json`), in which vLLM has stand-ins for what its CPU build
-lacks.
+The corpus runs in a process of its own (`tools/mutations.py --json`), in which vLLM has stand-ins for what its CPU
+build lacks.
 """
 
 from __future__ import annotations

@@ -15,12 +15,13 @@ ranks does with its weights, cannot be told from the plan alone: that takes the 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, pairwise, zip_longest
 from math import prod
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from rdtplan.ir.dtypes import itemsize
 from rdtplan.ir.manifest import Ints
@@ -155,41 +156,6 @@ def _region(shape: Ints, stride: Ints, first: Region) -> Region:
     return canonical(shape, stride, first.offset)
 
 
-def _exactly(rows: list[_Taken]) -> list[_Taken] | None:
-    """The same copies cut into runs and joined anew, which depends on nothing but what goes where; None: too many."""
-    runs: list[tuple[int, int, int]] = []
-    for row in rows:
-        shape, source, dest = refine(row.source, row.dest)
-        if prod(shape[:-1]) > MOST_RUNS or len(runs) > MOST_RUNS:
-            return None
-        whole = bool(shape) and source[-1] == dest[-1] == 1
-        outer, n = (shape[:-1], shape[-1]) if whole else (shape, 1)
-        starts = [(row.dest.offset, row.source.offset)]
-        for size, by, to in zip(outer, source, dest, strict=False):
-            starts = [(d + i * to, s + i * by) for d, s in starts for i in range(size)]
-            if len(starts) > MOST_RUNS:
-                return None
-        runs += [(d, s, n) for d, s in starts]
-    merged: list[tuple[int, int, int]] = []
-    for d, s, n in sorted(runs):
-        if merged and (d, s) == (merged[-1][0] + merged[-1][2], merged[-1][1] + merged[-1][2]):
-            merged[-1] = (*merged[-1][:2], merged[-1][2] + n)
-        else:
-            merged.append((d, s, n))
-    out: list[_Taken] = []
-    at = 0
-    while at < len(merged):
-        d, s, n = merged[at]
-        end = at + 1
-        to, by = (merged[end][0] - d, merged[end][1] - s) if end < len(merged) else (0, 0)
-        while by > 0 and end < len(merged) and merged[end] == (d + (end - at) * to, s + (end - at) * by, n):
-            end += 1
-        shape = (end - at, n)
-        out.append(evolve(rows[0], source=canonical(shape, (by, 1), s), dest=canonical(shape, (to, 1), d)))
-        at = end
-    return out
-
-
 # -- the rules ---------------------------------------------------------------------------------------------------
 
 
@@ -272,10 +238,8 @@ def _check_places(
         if shape in sound:  # layers and experts repeat
             continue
         problem = _misplaced(by_worker) or _untiled(by_worker, prover)
-        if problem is not None and cut:  # it may have been cut and joined in different places
-            exact = {worker: _exactly(rows) for worker, rows in by_worker.items()}
-            known = {worker: rows for worker, rows in exact.items() if rows is not None}
-            problem = (_misplaced(known) or _untiled(known, prover)) if len(known) == len(exact) else None
+        if problem is not None and cut:  # it may be cut and joined in other places on other ranks
+            problem = _shared_unevenly(by_worker)
         if problem is None:
             sound.add(shape)
         else:
@@ -331,6 +295,83 @@ def _untiled(by_worker: dict[int, list[_Taken]], prover: Prover) -> tuple[str, s
                         f"{_range(b_row.source)}: ranks take their shards in order"
                     )
     return None
+
+
+Run = tuple[int, int, int]
+"""(first element of the parameter, first element of the source, elements)."""
+
+
+def _shared_unevenly(by_worker: dict[int, list[_Taken]]) -> tuple[str, str] | None:
+    """`_misplaced` and `_untiled`, element by element: for copies that were cut, at borders that need not be alike.
+
+    An element is put in the same place by all who take it; what is put in one place is taken by equally many workers
+    and in rank order; a worker may lack the end. None too when there are more than MOST_RUNS runs to look at.
+    """
+    runs: dict[int, list[Run]] = {}
+    for worker, rows in by_worker.items():
+        found = _runs(rows)
+        if found is None:
+            return None
+        runs[worker] = found
+    active: list[tuple[int, int, int]] = []
+    for source, dest, n, worker in sorted((s, d, n, w) for w, found in runs.items() for d, s, n in found):
+        active = [x for x in active if x[0] > source]
+        other = next((w for _, shift, w in active if shift != dest - source and w != worker), None)
+        if other is not None:
+            return "RDT336", f"workers {other} and {worker} put element {source} of it in different places"
+        active.append((source + n, dest - source, worker))
+    borders = sorted({at for found in runs.values() for d, _, n in found for at in (d, d + n)})
+    cut = {worker: dict(_cut(found, borders)) for worker, found in runs.items()}
+    gone: set[int] = set()
+    position = {worker: rows[0].position for worker, rows in by_worker.items()}
+    for dest in borders[:-1]:
+        here = {worker: pieces[dest] for worker, pieces in cut.items() if dest in pieces}
+        if not here:
+            continue
+        back = gone & set(here)
+        if back:
+            return "RDT336", f"worker {min(back)} leaves out what comes before element {dest}"
+        gone |= set(cut) - set(here)
+        counts = Counter(here.values())
+        (most, n), (least, m) = counts.most_common()[0], counts.most_common()[-1]
+        if n != m and not gone:
+            return "RDT335", f"element {most} is taken by {n} workers, element {least}, for the same place, by {m}"
+        ranks = sorted((p.dp, p.pp, p.tp, here[worker], worker) for worker, p in position.items() if worker in here)
+        for x, y in pairwise(ranks):
+            if x[:2] == y[:2] and x[3] > y[3]:
+                return "RDT335", (
+                    f"worker {x[4]} takes element {x[3]}, worker {y[4]}, a later rank, element {y[3]} for one place"
+                )
+    return None
+
+
+def _runs(rows: list[_Taken]) -> list[Run] | None:
+    """Copies as runs that are contiguous on both sides, joined where they go on; None: too many."""
+    runs: list[Run] = []
+    for row in rows:
+        shape, source, dest = refine(row.source, row.dest)
+        whole = bool(shape) and source[-1] == dest[-1] == 1
+        outer, n = (shape[:-1], shape[-1]) if whole else (shape, 1)
+        if prod(outer) > MOST_RUNS or len(runs) > MOST_RUNS:
+            return None
+        starts = [(row.dest.offset, row.source.offset)]
+        for size, by, to in zip(outer, source, dest, strict=False):
+            starts = [(d + i * to, s + i * by) for d, s in starts for i in range(size)]
+        runs += [(d, s, n) for d, s in starts]
+    joined: list[Run] = []
+    for d, s, n in sorted(runs):
+        if joined and (d, s) == (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]):
+            joined[-1] = (*joined[-1][:2], joined[-1][2] + n)
+        else:
+            joined.append((d, s, n))
+    return joined
+
+
+def _cut(runs: list[Run], borders: list[int]) -> Iterator[tuple[int, int]]:
+    """(element of the parameter, element of the source) at every border inside a run."""
+    for d, s, n in runs:
+        for at in borders[bisect_left(borders, d) : bisect_left(borders, d + n)]:
+            yield at, s + at - d
 
 
 def _check_parameters(
