@@ -129,6 +129,8 @@ def test_other_chunks_and_another_config_are_notes() -> None:
     findings = check_loaders(plan, repacked)
     assert [(f.code, f.severity) for f in findings] == [("RDT333", "note")] * 2
     assert "another way" in findings[1].sentence
+    same = plan_of(S.manifest, S.owners, traces, trace_of, S.fleet, model, COMPILER)
+    assert [f.names for f in check_loaders(plan, same)] == [("model.config_digest",)]
 
 
 def test_another_manifest_is_named() -> None:

@@ -8,15 +8,16 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import COMPILER, MODEL, Scenario, Sizes, make_plan, scenarios, traces_of
+from plans import COMPILER, MODEL, Loader, Scenario, Sizes, View, make_plan, scenarios, traces_of
 
-from rdtplan.compiler import assemble, plan_of
-from rdtplan.ir.manifest import Piece, SourceTensor
+from rdtplan.compiler import Fleet, assemble, plan_of
+from rdtplan.ir.manifest import Piece, SourceTensor, build_manifest
 from rdtplan.ir.pieces import chunked, whole_entries
 from rdtplan.ir.plan import FleetPlan
 from rdtplan.ir.regions import Region
-from rdtplan.ir.topology import InferenceTopology, TransferSettings
+from rdtplan.ir.topology import InferenceTopology, Position, TransferSettings
 from rdtplan.ir.traces import RankTrace
+from rdtplan.verify import verify_fleet
 from rdtplan.verify.coverage import Prover
 from rdtplan.verify.ranks import check_ranks
 
@@ -115,3 +116,25 @@ def test_replicas_must_be_alike() -> None:
     findings = check_ranks(swapped, Prover())
     assert [f.code for f in findings] == ["RDT334", "RDT334"]
     assert "consumers[2].routing" in findings[0].sentence and "worker 1" in findings[1].sentence
+
+
+def test_two_parameters_of_one_source_must_agree() -> None:
+    """Head and embedding are loaded from one tensor; the head of both ranks has the first half of it."""
+    manifest = build_manifest([SourceTensor("embed.weight", "bfloat16", (8, 4))])
+
+    def plan(starts: tuple[int, int]) -> FleetPlan:
+        traces = []
+        for tp in (0, 1):
+            out = Loader(manifest)
+            for name, start in (("embed", 4 * tp), ("head", starts[tp])):
+                p = out.parameter(name, "weight", (4, 4))
+                out.copy(0, View.full((8, 4)).narrow(0, start, 4), p, out.view(p))
+            traces.append(out.trace(Position(0, 0, tp)))
+        fleet = Fleet(InferenceTopology(2))
+        return plan_of(manifest, ((0,),), traces, (0, 1), fleet, MODEL, COMPILER)
+
+    assert check_ranks(plan((0, 4)), Prover()) == []
+    findings = check_ranks(plan((0, 0)), Prover())
+    assert [f.code for f in findings] == ["RDT335"]
+    assert findings[0].names == ("embed.weight", "embed.weight", "head.weight")
+    assert verify_fleet(plan((0, 0))) == findings

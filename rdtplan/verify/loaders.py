@@ -48,9 +48,9 @@ def _remarks(plan: FleetPlan, fresh: FleetPlan, differs: bool) -> Iterator[Findi
             f"digest {plan.model.config_digest[:16]} in the plan, {fresh.model.config_digest[:16]} here"
         )
         yield Finding("RDT333", sentence, ("model.config_digest",), "note")
-    if not differs and plan.identity != fresh.identity:
+    if not differs and [c.digest for c in plan.consumers] != [c.digest for c in fresh.consumers]:
         sentence = "the loaders write what the plan writes; this rdtplan would pack, order or route it in another way"
-        yield Finding("RDT333", sentence, ("identity",), "note")
+        yield Finding("RDT333", sentence, ("consumers",), "note")
 
 
 def check_entries(plan: FleetPlan, given: Iterable[SourceTensor]) -> list[Finding]:
