@@ -175,6 +175,12 @@ CODES: dict[str, Code] = {
         "One of the simulated ranks cannot be built by vLLM.",
         "Make the sizes in config.json fit the parallel layout.",
     ),
+    "RDT230": Code(
+        "write out of sight",
+        "A loader rewrites a parameter or a source where no Python call shows it, in a scripted function or a C++ "
+        "extension; the plan would lack the rewrite.",
+        _BROADCAST,
+    ),
     # -- plan --------------------------------------------------------------------------------------------------
     "RDT300": Code(
         "no plan",

@@ -824,6 +824,16 @@ def _behind_the_recorder(self: Any, param: Any, loaded: Tensor) -> None:
         _load_and_pad(self, param, shard)
 
 
+def _rewritten_behind(self: Any, param: Any, loaded: Tensor) -> None:
+    _load_and_pad(self, param, _shard(self, loaded))
+    _negate(param.data)
+
+
+@torch.jit.script
+def _negate(x: Tensor) -> Tensor:
+    return x.neg_()
+
+
 def _kept_aside(self: Any, param: Any, loaded: Tensor) -> None:
     self.cached = _shard(self, loaded)
     _load_and_pad(self, param, self.cached)
@@ -888,8 +898,15 @@ for _name, _incident, _subject, _code, _loader in (
         "loader behind the recorder",
         "A copy that no Python call shows: C++ extensions load so.",
         "moe, one rank",
-        "RDT310",
+        "RDT230",
         _behind_the_recorder,
+    ),
+    (
+        "transform behind the recorder",
+        "A scripted or compiled function rewrites the parameter after the load, and the plan lacks the rewrite.",
+        "moe, one rank",
+        "RDT230",
+        _rewritten_behind,
     ),
     (
         "loader that keeps the source",

@@ -55,8 +55,10 @@ def check_ranks(plan: FleetPlan, prover: Prover) -> list[Finding]:
         return [Finding("RDT337", "the plan moves nothing: no worker pulls a byte", ("overview.pulled_nbytes",))]
     engine = plan.consumers[: plan.topology.workers_per_replica]
     findings = _check_replicas(plan.consumers, len(engine))
-    if len(engine) > 1:
-        findings += _check_operations(engine)
+    if len(engine) == 1:
+        return findings
+    findings += _check_operations(engine)
+    operands = {n for w in engine for n in w.program.parameters.names[w.program.parameters.held :]}
     copies = _Copies(plan)
     sharing: dict[tuple[str, str, str], dict[int, list[_Taken]]] = {}
     for worker in engine:
@@ -64,7 +66,7 @@ def check_ranks(plan: FleetPlan, prover: Prover) -> list[Finding]:
             row = _Taken(worker.consumer_id, worker.position, taken, dest)
             sharing.setdefault((source, dtype, parameter), {}).setdefault(worker.consumer_id, []).append(row)
     findings += _check_sources(sharing)
-    return findings + _check_places(sharing, copies.cut, prover) + _check_parameters(sharing, copies, prover)
+    return findings + _check_places(sharing, copies.cut, prover) + _check_parameters(sharing, operands, copies, prover)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------
@@ -375,14 +377,18 @@ def _cut(runs: list[Run], borders: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _check_parameters(
-    sharing: dict[tuple[str, str, str], dict[int, list[_Taken]]], copies: _Copies, prover: Prover
+    sharing: dict[tuple[str, str, str], dict[int, list[_Taken]]], operands: set[str], copies: _Copies, prover: Prover
 ) -> list[Finding]:
-    """A tensor that goes to several parameters: all that each takes of it is the same, or apart."""
+    """A tensor that goes to several parameters: all that each takes of it is the same, or apart.
+
+    Operations may read what they like: operands are left out.
+    """
     users: dict[tuple[str, str], list[str]] = {}
     for source, dtype, parameter in sharing:
         users.setdefault((source, dtype), []).append(parameter)
     findings = []
     for (source, dtype), parameters in users.items():
+        parameters = [p for p in parameters if p not in operands]
         if len(parameters) < 2 or copies.dtypes[source] != dtype:
             continue
         extent = canonical((copies.numel[source],), (1,), 0)
