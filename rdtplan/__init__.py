@@ -52,15 +52,29 @@ def save(plan: FleetPlan, path: Path) -> str:
     return write_plan(plan, path)
 
 
-def check(plan: FleetPlan | Path) -> list[Finding]:
+def check(
+    plan: FleetPlan | Path, model: Path | None = None, manifest: Path | Iterable[SourceTensor] | None = None
+) -> list[Finding]:
     """Everything that is wrong with a plan: digests, structure, completeness. Empty for a sound plan.
 
+    With `model`, a config directory, vLLM's loaders are run again and compared with the plan (needs vLLM and
+    torch; TraceError when they do not run); `manifest` is compared with the sources that the plan has.
     Findings that the plan's waivers accept are among them; `rdtplan.verify.waived` tells.
     """
+    from rdtplan.inputs.manifests import read_manifest
     from rdtplan.ir.plan import FleetPlan
-    from rdtplan.verify import verify_fleet
+    from rdtplan.verify import check_entries, check_loaders, verify_fleet
 
-    return verify_fleet(plan if isinstance(plan, FleetPlan) else load(plan))
+    whole = plan if isinstance(plan, FleetPlan) else load(plan)
+    findings = verify_fleet(whole)
+    if manifest is not None:
+        given = read_manifest(manifest) if isinstance(manifest, str | os.PathLike) else manifest
+        findings += check_entries(whole, given)
+    if model is not None and not any(f.code in ("RDT330", "RDT331") for f in findings):
+        from rdtplan.compiler import recompile
+
+        findings += check_loaders(whole, recompile(whole, model))
+    return findings
 
 
 def diff(before: FleetPlan | Path, after: FleetPlan | Path) -> PlanDiff:

@@ -136,16 +136,47 @@ def _waiver(text: str) -> Any:
 
 @main.command()
 @click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "--model",
+    "config_dir",
+    type=click.Path(path_type=Path),
+    help="Model directory: run vLLM's loaders again and name the first difference. Needs vLLM, no GPU.",
+)
+@click.option(
+    "--manifest",
+    "manifest_path",
+    type=click.Path(path_type=Path),
+    help="JSON manifest, safetensors file, index or checkpoint directory: its names must be those of PLAN.",
+)
+@click.option("--jobs", type=int, help="Tracing processes. Default: cores, at most 4.")
 @click.option("--json", "as_json", is_flag=True, help="JSON for machines.")
-def verify(plan: Path, as_json: bool) -> None:
-    """Check PLAN whole: seal, digests, structure, completeness. Exits 1 when anything is wrong."""
+def verify(plan: Path, config_dir: Path | None, manifest_path: Path | None, jobs: int | None, as_json: bool) -> None:
+    """Check PLAN whole: seal, digests, structure, completeness, and with --model that it is what vLLM would load.
+
+    Exits 1 when anything is wrong.
+    """
     from rdtplan.ir.file import PlanFile
-    from rdtplan.verify import verify_fleet, waived
+    from rdtplan.verify import check_entries, verify_fleet, waived
 
     with PlanFile(plan) as file:
         fleet = file.fleet()
         digest = file.digest
     findings = verify_fleet(fleet)
+    if manifest_path is not None:
+        from rdtplan.inputs.manifests import read_manifest
+
+        findings += check_entries(fleet, read_manifest(manifest_path))
+    if config_dir is not None and not any(f.code in ("RDT330", "RDT331") for f in findings):
+        _require("running the loaders", "torch", "vllm")
+        from rdtplan.compiler import recompile
+        from rdtplan.report.progress import progress_bar
+        from rdtplan.trace.model import read_config
+        from rdtplan.verify import check_loaders
+
+        read_config(config_dir)
+        with progress_bar() as progress:
+            fresh = recompile(fleet, config_dir, jobs=jobs, progress=progress)
+        findings += check_loaders(fleet, fresh)
     open_findings = [f for f in findings if f.severity == "error" and not waived(f, fleet.waivers)]
     if as_json:
         import orjson
@@ -166,6 +197,8 @@ def verify(plan: Path, as_json: bool) -> None:
                 f"{plan}: sound. {len(fleet.consumers)} workers, {len(fleet.producers)} trainer ranks, "
                 f"{fleet.overview.source_names:,} source names; every element is written once{accepted}"
             )
+            if config_dir is not None:
+                click.echo(f"the loaders of vllm {fresh.compiler.vllm} do what the plan says")
     if open_findings:
         sys.exit(1)
 

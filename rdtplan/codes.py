@@ -175,6 +175,12 @@ CODES: dict[str, Code] = {
         "One of the simulated ranks cannot be built by vLLM.",
         "Make the sizes in config.json fit the parallel layout.",
     ),
+    "RDT230": Code(
+        "write out of sight",
+        "A loader rewrites a parameter or a source where no Python call shows it, in a scripted function or a C++ "
+        "extension; the plan would lack the rewrite.",
+        _BROADCAST,
+    ),
     # -- plan --------------------------------------------------------------------------------------------------
     "RDT300": Code(
         "no plan",
@@ -256,6 +262,39 @@ CODES: dict[str, Code] = {
         "impossible operation",
         "A local operation of the plan is not in the closed table, or its types, shapes, leaves or order cannot be.",
         "The plan was made or changed by something else than rdtplan; compile it again.",
+    ),
+    "RDT332": Code(
+        "not what the loaders do",
+        "The loaders of this vLLM, run again on the plan's own inputs, load something else than the plan; the first "
+        "difference is named, for every worker.",
+        "Compile the plan again. If it was just compiled, somebody has edited it.",
+    ),
+    "RDT333": Code(
+        "plan of other inputs",
+        "The manifest given beside the plan has other names, dtypes or shapes than the plan. For a config.json that "
+        "changed, or chunks that this version would pack in another way, it is a note and not an error.",
+        "Compile the plan again from the inputs that will run.",
+    ),
+    "RDT334": Code(
+        "replicas differ",
+        "Two replicas of one engine pull or write different things at the same place.",
+        "The plan was made or changed by something else than rdtplan; compile it again.",
+    ),
+    "RDT335": Code(
+        "ranks do not tile a source",
+        "Ranks that share a source take parts of it that overlap, that some take more often than others, or that are "
+        "not in rank order: one holds what is another's.",
+        "Compile the plan again. If vLLM's loader does mean that, waive it: --waive RDT335:PATTERN.",
+    ),
+    "RDT336": Code(
+        "ranks place a source differently",
+        "Ranks that hold the same parameter put a source at different places of it, or compute it differently.",
+        "Compile the plan again. If vLLM's loader does mean that, waive it: --waive RDT336:PATTERN.",
+    ),
+    "RDT337": Code(
+        "plan moves nothing",
+        "No worker pulls a byte: a sync would succeed and leave every weight as it was.",
+        "Give the manifest of the model that the workers run, and narrower waivers.",
     ),
     # -- plan file ---------------------------------------------------------------------------------------------
     "RDT400": Code(

@@ -20,7 +20,7 @@ from rdtplan.ir.digests import (
     pair_digests,
 )
 from rdtplan.ir.manifest import Ints, Manifest, Piece, SourceTensor, build_manifest
-from rdtplan.ir.pieces import gathered_nbytes
+from rdtplan.ir.pieces import gathered_nbytes, whole_entries
 from rdtplan.ir.plan import (
     Compiler,
     ConsumerPlan,
@@ -68,6 +68,42 @@ def compile_plan(
 
     Needs vLLM and torch, no GPU. Raises InputError, TraceError or PlanError; a returned plan is complete.
     """
+    return _compile(assemble, config_dir, entries, fleet, dtype, quantization, jobs, progress)
+
+
+def recompile(
+    plan: FleetPlan,
+    config_dir: str | os.PathLike[str],
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> FleetPlan:
+    """What the loaders of the installed vLLM make of the inputs that a plan was compiled from; not verified.
+
+    The plan says all of them but the config. Raises InputError, TraceError, or PlanError where the passes find no plan.
+    """
+    fleet = Fleet(
+        topology=plan.topology,
+        trainer_ranks=plan.ownership.ranks,
+        settings=plan.settings,
+        target=plan.compiler.target,
+        waivers=plan.waivers,
+    )
+    entries = whole_entries(plan.manifest, plan.ownership)
+    return _compile(plan_of, config_dir, entries, fleet, plan.model.dtype, plan.model.quantization, jobs, progress)
+
+
+def _compile(
+    finish: Callable[..., FleetPlan],
+    config_dir: str | os.PathLike[str],
+    entries: Sequence[SourceTensor],
+    fleet: Fleet,
+    dtype: str,
+    quantization: str | None,
+    jobs: int | None,
+    progress: Progress | None,
+) -> FleetPlan:
+    """Trace every worker rank and hand what was found to `finish`."""
     import torch
 
     from rdtplan.trace.dry_run import TraceRequest, trace_fleet
@@ -82,7 +118,7 @@ def compile_plan(
     import vllm
 
     compiler = Compiler(__version__, vllm.__version__, torch.__version__.split("+")[0], fleet.target)
-    return assemble(manifest, owners, traces, trace_of, fleet, model, compiler, progress, pieces=pieces)
+    return finish(manifest, owners, traces, trace_of, fleet, model, compiler, progress, pieces=pieces)
 
 
 def _check_fleet_input(fleet: Fleet) -> None:
@@ -130,6 +166,28 @@ def assemble(
     """
     note = progress or (lambda *_: None)
     note("planning", 0, 2)
+    plan = plan_of(manifest, owners, traces, trace_of, fleet, model, compiler, pieces=pieces)
+    note("planning", 1, 2)
+    findings = verify_fleet(plan)
+    refuse(findings, fleet.waivers)
+    note("planning", 2, 2)
+    remarks = tuple(f.sentence for f in findings if f.severity == "note")
+    return evolve(plan, notes=(*plan.notes, *remarks)) if remarks else plan
+
+
+def plan_of(
+    manifest: Manifest,
+    owners: tuple[Ints, ...],
+    traces: Sequence[RankTrace],
+    trace_of: Ints,
+    fleet: Fleet,
+    model: ModelIdentity,
+    compiler: Compiler,
+    progress: Progress | None = None,
+    *,
+    pieces: tuple[tuple[Piece, ...], ...] = (),
+) -> FleetPlan:
+    """Run the passes over finished traces; what they give may be incomplete. Arguments as for `assemble`."""
     draft = run_passes(
         Draft(
             manifest=manifest,
@@ -142,20 +200,15 @@ def assemble(
             pieces=pieces,
         )
     )
-    note("planning", 1, 2)
-    plan = _seal(draft, fleet, model, compiler)
-    findings = verify_fleet(plan)
-    refuse(findings, fleet.waivers)
-    note("planning", 2, 2)
-    remarks = tuple(f.sentence for f in findings if f.severity == "note")
-    return evolve(plan, notes=(*plan.notes, *remarks)) if remarks else plan
+    return _seal(draft, fleet, model, compiler)
 
 
 def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
     from fnmatch import fnmatchcase
 
     trace = draft.trace
-    assert draft.provenance and draft.keys and draft.scatters and draft.chunks and draft.lifetimes
+    assert draft.provenance is not None and draft.keys is not None and draft.scatters is not None
+    assert draft.chunks is not None and draft.lifetimes is not None
     touched = {*trace.fetches.parameters, *trace.fills.parameters, *trace.operations.parameters}
     untouched = dict(zip(trace.untouched, trace.untouched_reasons or ("",) * len(trace.untouched), strict=True))
     for k, name in enumerate(trace.parameters.names):

@@ -6,15 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import orjson
 import pytest
+from attrs import evolve
 from click.testing import CliRunner, Result
 
+import rdtplan
 from rdtplan.cli import main
 from rdtplan.ir.file import write_plan
 from rdtplan.ir.schema import plan_schema
+from tests.forgery import with_digests
 from tests.plans import Scenario, make_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +43,10 @@ def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text((CORPUS / "configs" / "LlamaForCausalLM.json").read_text())
     (tmp_path / "manifest.json").write_text((CORPUS / "manifests" / "LlamaForCausalLM.json").read_text())
     return tmp_path
+
+
+def put(column: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
+    return (*column[:at], value, *column[at + 1 :])
 
 
 def rows(model: Path) -> list[list[object]]:
@@ -66,6 +74,30 @@ def test_compile_inspect_verify(model: Path) -> None:
     sound = run("verify", model / "p")
     assert sound.exit_code == 0 and "every element is written once" in sound.output
     assert json.loads(run("verify", "--json", model / "p").output)["findings"] == []
+
+
+def test_verify_against_the_loaders(model: Path) -> None:
+    """A plan in which gate and up are exchanged is sound by itself; the loaders know better, and name the place."""
+    manifest = model / "manifest.json"
+    result = run("compile", model, "--manifest", manifest, "--tp", "2", "--jobs", "1", "-o", model / "p")
+    assert result.exit_code == 0, result.output
+    same = run("verify", model / "p", "--model", model, "--manifest", manifest, "--jobs", "1")
+    assert same.exit_code == 0 and "the loaders of vllm 0.3" in same.output, same.output
+    plan = rdtplan.load(model / "p")
+    gate, up = (plan.manifest.names.index(f"model.layers.1.mlp.{n}_proj.weight") for n in ("gate", "up"))
+    for consumer in plan.consumers:
+        keys = consumer.program.keys
+        marked = tuple({gate: up, up: gate}.get(k, k) for k in keys.source)
+        program = evolve(consumer.program, keys=evolve(keys, source=marked))
+        plan = evolve(plan, consumers=put(plan.consumers, consumer.consumer_id, evolve(consumer, program=program)))
+    write_plan(with_digests(plan), model / "forged")
+    assert run("verify", model / "forged").exit_code == 0
+    result = run("verify", model / "forged", "--model", model, "--jobs", "1")
+    fails(result, "RDT332", "worker 1 (DP0 PP0 TP1): 'model.layers.1.mlp.gate_up_proj.weight' [0:128, :]")
+    assert "the plan takes 'model.layers.1.mlp.up_proj.weight' [128:256, :], the loader takes" in result.output
+    assert {f.code for f in rdtplan.check(model / "forged", model)} == {"RDT332"}
+    (model / "changed.json").write_text(json.dumps(rows(model)[1:]))
+    fails(run("verify", model / "p", "--manifest", model / "changed.json"), "RDT333", str(rows(model)[0][0]))
 
 
 def test_compiling_twice_gives_the_same_bytes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

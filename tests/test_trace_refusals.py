@@ -6,6 +6,7 @@ error must name; accepted ones are compiled, executed and compared with what the
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -290,6 +291,58 @@ def test_refused(loader: Loader, code: str, chain: str, memory: str) -> None:
         assert not any(tensor.is_meta for tensor in oracle.held_tensors(model).values())
 
 
+# -- refused, where no Python call shows it ------------------------------------------------------------------
+
+
+@torch.jit.script
+def negate(x: Tensor) -> Tensor:
+    return x.neg_()
+
+
+def rewrites_by_script(model: Any, w: Tensor) -> None:
+    model.leaf.weight.copy_(w)
+    negate(model.leaf.weight.data)  # here
+
+
+def switches_modes_off(model: Any, w: Tensor) -> None:
+    model.leaf.weight.copy_(w)
+    with torch._C.DisableTorchFunction():
+        model.leaf.weight.data.zero_()  # here
+
+
+def changes_the_source_by_script(model: Any, w: Tensor) -> None:
+    negate(w)  # here
+    model.leaf.weight.copy_(w)
+
+
+def hides_a_rewrite(model: Any, w: Tensor) -> None:
+    model.leaf.weight.copy_(w)
+    with contextlib.suppress(Exception):
+        negate(model.leaf.weight.data)  # here
+
+
+def writes_where_nobody_looks(model: Any, w: Tensor) -> None:
+    model.leaf.weight.untyped_storage().copy_(w.untyped_storage())  # here
+
+
+@pytest.mark.parametrize("memory", ["meta", "live"])
+@pytest.mark.parametrize(
+    ("loader", "name"),
+    [
+        (rewrites_by_script, "'leaf.weight'"),
+        (switches_modes_off, "'leaf.weight'"),
+        (changes_the_source_by_script, "the source 'w'"),
+        (hides_a_rewrite, "'leaf.weight'"),
+        (writes_where_nobody_looks, "'leaf.weight'"),
+    ],
+)
+def test_a_write_out_of_sight(loader: Loader, name: str, memory: str) -> None:
+    """Rule: a parameter that was loaded in sight and rewritten out of it is refused; a live model is what it was."""
+    error = refusal_of(loader, memory)
+    assert error.code == "RDT230", error.message
+    assert f"loader {place_of(loader)} writes {name} by aten." in error.message
+
+
 # -- refused, where no line of the loader can be named -------------------------------------------------------
 
 
@@ -437,10 +490,6 @@ def writes_nothing(model: Any, w: Tensor) -> None:
     pass
 
 
-def writes_where_nobody_looks(model: Any, w: Tensor) -> None:
-    model.leaf.weight.untyped_storage().copy_(w.untyped_storage())
-
-
 @pytest.mark.parametrize(
     ("loader", "code", "name"),
     [
@@ -448,7 +497,6 @@ def writes_where_nobody_looks(model: Any, w: Tensor) -> None:
         (writes_twice, "RDT312", "leaf.weight"),
         (zeroes_afterwards, "RDT312", "leaf.weight"),
         (writes_nothing, "RDT310", "leaf.weight"),
-        (writes_where_nobody_looks, "RDT310", "leaf.weight"),
         (computes_over_a_bias, "RDT312", "leaf.bias"),
         (fetches_over_a_rewrite, "RDT312", "leaf.weight"),
         (doubles_what_nobody_wrote, "RDT315", "leaf.weight"),

@@ -12,7 +12,7 @@ from math import prod
 
 from attrs import frozen
 
-from rdtplan.ir.manifest import Ints, Manifest, Piece
+from rdtplan.ir.manifest import Ints, Manifest, Piece, SourceTensor
 from rdtplan.ir.regions import Region, canonical, contiguous_stride, digits, refine
 from rdtplan.ir.topology import Ownership
 
@@ -37,6 +37,54 @@ def piece_name(name: str, shape: Ints, piece: Piece) -> str:
 
 
 _PIECE = re.compile(r"\[[\d:,]+\]\Z", re.ASCII)
+
+
+def whole_of(name: str, shape: Ints) -> tuple[str, int] | None:
+    """The tensor that a source of `shape` is a piece of, and the first of its elements there.
+
+    None when it is cut along an inner dimension: its elements are then no run of the tensor's.
+
+    >>> whole_of("w[2:4]", (2, 4)), whole_of("w", (8, 4)), whole_of("w[:,2:4]", (8, 2))
+    (('w', 8), ('w', 0), None)
+    """
+    found = _PIECE.search(name)
+    if found is None:
+        return name, 0
+    first, _, end = found[0][1:-1].partition(":")
+    if not first.isdecimal() or not end.isdecimal():
+        return None
+    return name[: found.start()], int(first) * prod(shape[1:])
+
+
+def whole_entries(manifest: Manifest, ownership: Ownership) -> list[SourceTensor]:
+    """The manifest that a plan's sources were made from: pieces put together again, with the ranks that hold them.
+
+    Names that look like pieces and do not tile a tensor stay what they are.
+    """
+    bases: dict[str, list[int]] = {}
+    for k, name in enumerate(manifest.names):
+        found = _PIECE.search(name)
+        bases.setdefault(name[: found.start()] if found else name, []).append(k)
+    entries: list[SourceTensor] = []
+    for base, members in bases.items():
+        boxes = [_box_of(manifest.names[k][len(base) :], manifest.shape(k)) for k in members]
+        pieces = tuple(Piece(b, manifest.shape(k), ownership.owners(k)) for b, k in zip(boxes, members, strict=True))
+        first = manifest.shape(members[0])
+        ends = [[o + n for o, n in zip(p.offsets, p.sizes, strict=True)] for p in pieces]
+        shape = tuple(map(max, zip(*ends, strict=True))) if first else ()
+        if (len(members) > 1 or manifest.names[members[0]] != base) and not untiled(shape, pieces):
+            entries.append(SourceTensor(base, manifest.dtype(members[0]), shape, None, pieces))
+            continue
+        entries += [
+            SourceTensor(manifest.names[k], manifest.dtype(k), manifest.shape(k), ownership.owners(k)) for k in members
+        ]
+    return entries
+
+
+def _box_of(cuts: str, shape: Ints) -> Ints:
+    """Where a piece begins, from the cuts in its name."""
+    starts = [int(cut.partition(":")[0] or 0) for cut in cuts[1:-1].split(",")] if cuts else []
+    return (*starts, *(0,) * (len(shape) - len(starts)))[: len(shape)]
 
 
 def gathered_nbytes(manifest: Manifest, ownership: Ownership) -> Ints:

@@ -170,8 +170,8 @@ def overlap(a: Region, b: Region) -> bool:
     (lo_a, hi_a), (lo_b, hi_b) = span(a), span(b)
     if hi_a <= lo_b or hi_b <= lo_a:
         return False
-    held, _ = _merge(runs(a))
-    others, _ = _merge(runs(b))
+    held, _ = _merge(runs(unordered(a)))
+    others, _ = _merge(runs(unordered(b)))
     k = 0
     for lo, hi in others:
         while k < len(held) and held[k][1] <= lo:

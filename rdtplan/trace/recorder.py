@@ -733,6 +733,14 @@ class Recorder(TorchFunctionMode):
                 "RDT206",
             )
 
+    def guarded(self, t: Tensor) -> str | None:
+        """Words for `t` when nothing but a recorded write may change it: watched memory and sources."""
+        row = self.watched.find(t)
+        if row is not None:
+            return repr(self.watched.names[row])
+        source = self._source_of.get(t.untyped_storage()._cdata) if t.is_meta else None
+        return None if source is None else f"the source {self.manifest.names[source]!r}"
+
     def kept(self, t: Tensor) -> str | None:
         """Words for `t` when it is, or was made of, a source tensor; None otherwise."""
         storage = t.untyped_storage()._cdata

@@ -5,9 +5,11 @@ from __future__ import annotations
 from rdtplan.ir.plan import FleetPlan
 from rdtplan.verify.coverage import Prover, TooScattered, check_destinations, check_sources
 from rdtplan.verify.findings import Finding, refuse, waived
+from rdtplan.verify.loaders import check_entries, check_loaders
+from rdtplan.verify.ranks import check_ranks
 from rdtplan.verify.structure import check_fleet, check_worker
 
-__all__ = ["Finding", "check_worker", "refuse", "verify_fleet", "waived"]
+__all__ = ["Finding", "check_entries", "check_loaders", "check_worker", "refuse", "verify_fleet", "waived"]
 
 
 def verify_fleet(plan: FleetPlan) -> list[Finding]:
@@ -28,5 +30,6 @@ def _check_coverage(plan: FleetPlan) -> list[Finding]:
     for consumer in programs.values():
         where = f"worker {consumer.consumer_id} ({consumer.position})"
         findings += check_destinations(consumer.program, prover, where)
+    findings += check_ranks(plan, prover)
     tied = plan.model.tied_embeddings
     return findings + check_sources(plan.manifest, [c.program for c in programs.values()], prover, tied_head=tied)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rdtplan.ir.dtypes import itemsize
 from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.plan import Program
-from rdtplan.ir.regions import Coverage, Region, canonical, contiguous_stride, cover, run_count
+from rdtplan.ir.regions import Coverage, Region, canonical, contiguous_stride, cover, overlap, run_count
 from rdtplan.verify.findings import Finding
 
 MAX_RUNS = 1 << 24
@@ -29,18 +29,29 @@ class Prover:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Region, tuple[Region, ...]], Coverage] = {}
+        self._shared: dict[tuple[Region, Region], bool] = {}
         self._runs = 0
 
     def cover(self, extent: Region, regions: tuple[Region, ...]) -> Coverage:
         key = (extent, regions)
         found = self._known.get(key)
         if found is None:
-            runs = run_count(extent) + sum(map(run_count, regions))
-            self._runs += runs
-            if runs > MAX_RUNS or self._runs > MAX_RUNS_TOGETHER:
-                raise TooScattered(f"{runs:,} separate pieces, more than can be checked")
+            self._spend(run_count(extent) + sum(map(run_count, regions)))
             found = self._known[key] = cover(extent, regions)
         return found
+
+    def overlap(self, a: Region, b: Region) -> bool:
+        """Do two regions share an element?"""
+        found = self._shared.get((a, b))
+        if found is None:
+            self._spend(run_count(a) + run_count(b))
+            found = self._shared[a, b] = overlap(a, b)
+        return found
+
+    def _spend(self, runs: int) -> None:
+        self._runs += runs
+        if runs > MAX_RUNS or self._runs > MAX_RUNS_TOGETHER:
+            raise TooScattered(f"{runs:,} separate pieces, more than can be checked")
 
 
 def check_destinations(program: Program, prover: Prover, where: str) -> list[Finding]:

@@ -10,8 +10,8 @@ from attrs import frozen
 from rdtplan.errors import PlanError
 from rdtplan.ir.plan import Waiver
 
-WAIVABLE = frozenset({"RDT310", "RDT320", "RDT321"})
-"""Codes a user may accept by name; the others would move wrong bytes."""
+WAIVABLE = frozenset({"RDT310", "RDT320", "RDT321", "RDT335", "RDT336"})
+"""Codes a user may accept by name; the others would move wrong bytes. RDT335 and RDT336 hold for every loader known."""
 
 
 @frozen(slots=True)
@@ -48,6 +48,8 @@ def refuse(findings: list[Finding], waivers: Iterable[Waiver] = (), limit: int =
         "RDT310": "if a parameter is meant to keep its value, accept it with --waive RDT310:PATTERN",
         "RDT320": "if a source name is meant to go nowhere, accept it with --waive RDT320:PATTERN",
         "RDT321": "if part of a source is meant to go nowhere, accept it with --waive RDT321:PATTERN",
+        "RDT335": "if the loader does share it out like that, accept it with --waive RDT335:PATTERN",
+        "RDT336": "if the loader does place it like that, accept it with --waive RDT336:PATTERN",
     }
     found = [fixes[c] for c in dict.fromkeys(f.code for f in errors) if c in fixes]
     noun = "finding" if len(errors) == 1 else "findings"

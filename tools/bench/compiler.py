@@ -1,6 +1,11 @@
 """Compiler figures on Qwen3-235B-A22B, beside the peer in the same run.
 
     python tools/bench/compiler.py [--ep 0|1] [--work DIRECTORY]
+    python tools/bench/compiler.py --layout dp72-ep|tp8x9|dp8-ep [--loaders] [--work DIRECTORY]
+
+The second form compiles the plan of a whole fleet as a command and verifies it whole as another, each with its wall and
+CPU seconds (of all its processes), peak memory and the size of the plan; `--loaders` also runs the loaders again
+(`verify --model`). The first form:
 
 1. `rdtplan compile` of TP8 (+ EP8), 8 trainer ranks, as a command: seconds, peak resident memory, bytes of the plan.
 2. One worker rank traced by us and baked by vLLM's in-process backend (`sharded_rdt`), on the same meta model,
@@ -32,6 +37,39 @@ from rdtplan.ir.manifest import build_manifest
 from rdtplan.ir.topology import InferenceTopology, Position
 
 REPEATS = 5
+LAYOUTS = {
+    "dp72-ep": ["--dp", "72", "--ep"],
+    "tp8x9": ["--tp", "8", "--replicas", "9"],
+    "dp8-ep": ["--dp", "8", "--ep"],
+}
+"""Options of `rdtplan compile`; trainers have 8 ranks."""
+
+
+def whole_fleet(work: Path, layout: str, loaders: bool) -> None:
+    """Compile and verify the plan of a fleet, each as a command."""
+    plan = work / f"{layout}.plan"
+    inputs = [str(work), "--manifest", str(work / "manifest.json"), "--trainer-ranks", "8", *LAYOUTS[layout]]
+    seconds = _command("compile", *inputs, "-o", str(plan))
+    print(f"plan {plan.stat().st_size / 1e6:.2f} MB")
+    seconds += _command("verify", str(plan))
+    print(f"together {seconds:.0f} CPU s: {seconds / 2 / 60:.1f} minutes of two cores that do nothing else")
+    if loaders:
+        _command("verify", str(plan), "--model", str(work))
+
+
+def _command(*arguments: str) -> float:
+    """Run one command of the CLI, print what it took, and return its CPU seconds."""
+    started = time.perf_counter()
+    before = os.times()
+    process = subprocess.Popen([sys.executable, "-m", "rdtplan.cli", *arguments])
+    peak = watch_memory(process)
+    if process.returncode:
+        sys.exit(f"rdtplan {' '.join(arguments)} failed with {process.returncode}")
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    wall = time.perf_counter() - started
+    print(f"{arguments[0]}: {wall:.1f} s, {cpu:.1f} CPU s, {peak / 1e9:.2f} GB resident (all processes)")
+    return cpu
 
 
 def compile_as_command(work: Path, expert_parallel: bool) -> Path:
@@ -107,10 +145,10 @@ def trace_against_peer(work: Path, expert_parallel: bool) -> float:
         )
         for _ in range(REPEATS):
             started = time.thread_time()
-            trace = trace_model(model, manifest, position)
+            trace = trace_model(model, manifest, position, unseen=False)
             ours.append(time.thread_time() - started)
             started = time.thread_time()
-            trace_model(model, manifest, position, provenance=False)
+            trace_model(model, manifest, position, provenance=False, unseen=False)
             bare.append(time.thread_time() - started)
             engine: Any = object.__new__(ShardedRDTWeightTransferEngine)
             engine.model, engine.device, engine._name_to_plan = model, torch.device("cpu"), {}
@@ -147,11 +185,17 @@ def load_against_peer(plan: Path, peer_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--layout", choices=sorted(LAYOUTS))
+    parser.add_argument("--loaders", action="store_true")
     parser.add_argument("--work", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
         qwen3_235b.write(work)
+        if args.layout:
+            print(f"{args.layout}, load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
+            whole_fleet(work, args.layout, args.loaders)
+            return
         plan = compile_as_command(work, bool(args.ep))
         peer_s = trace_against_peer(work, bool(args.ep))
         load_against_peer(plan, peer_s)
