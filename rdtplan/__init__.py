@@ -12,8 +12,8 @@ Importing it costs nothing. Only `compile` needs vLLM and torch; see docs/api.md
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rdtplan.inputs.owners import OwnerRule
@@ -97,7 +97,8 @@ def compile(
     settings: TransferSettings | None = None,
     dtype: str = "auto",
     quantization: str | None = None,
-    target: str = "cpu",
+    speculative_config: Mapping[str, Any] | None = None,
+    target: str = "auto",
     waivers: Sequence[Waiver] = (),
     jobs: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -106,8 +107,9 @@ def compile(
 
     `manifest` is a checkpoint directory, a safetensors file or index, a JSON manifest, or source tensors; without it
     the names come from the config. `owners` is an owners file or its rules; without it every trainer rank holds
-    everything. The sizes are those of one engine, of which there are `replicas`. `jobs` tracing processes run at once;
-    `progress(stage, done, total)` is called as it goes on.
+    everything. The sizes are those of one engine, of which there are `replicas`. `target` is the platform of the workers
+    (`cpu`, `sm80`, `sm90`, ...; `auto`: that of this machine), and `speculative_config` is vLLM's, when they hold a
+    draft model too. `jobs` tracing processes run at once; `progress(stage, done, total)` is called as it goes on.
 
     InputError, TraceError or PlanError when there is no such plan; a plan that is returned is complete.
     """
@@ -134,5 +136,12 @@ def compile(
         waivers=tuple(waivers),
     )
     return compile_plan(
-        config_dir, entries, fleet, dtype=dtype, quantization=quantization, jobs=jobs, progress=progress
+        config_dir,
+        entries,
+        fleet,
+        dtype=dtype,
+        quantization=quantization,
+        speculative=speculative_config,
+        jobs=jobs,
+        progress=progress,
     )

@@ -52,9 +52,20 @@ def main() -> None:
     type=click.Path(path_type=Path),
     help="TOML file: which ranks own which names. Default: every rank owns everything.",
 )
-@click.option("--target", default="cpu", show_default=True, help="Platform that the workers run on.")
+@click.option(
+    "--target",
+    default="auto",
+    show_default=True,
+    metavar="TARGET",
+    help="Platform that the workers run on: cpu, sm80, sm89, sm90, sm100, or auto for that of this machine.",
+)
 @click.option("--dtype", default="auto", show_default=True, help="Model dtype, as vLLM takes it.")
-@click.option("--quantization", help="Quantization method, as vLLM takes it.")
+@click.option("--quantization", help="Quantization method, as vLLM takes it; fp8 quantizes BF16 weights online.")
+@click.option(
+    "--speculative-config",
+    metavar="JSON",
+    help="As vLLM takes it: the plan then covers the draft model too.",
+)
 @click.option("--max-chunk-mb", default=0.0, help="Largest packed chunk, MiB; 0 means no limit.")
 @click.option("--num-rdt-buffers", default=2, show_default=True, help="K: receive slots a lane.")
 @click.option("--stages-in-flight", default=1, show_default=True, help="S: streams pulled at once.")
@@ -108,6 +119,7 @@ def compile(config_dir: Path, manifest_path: Path | None, output: Path, **option
             fleet,
             dtype=options["dtype"],
             quantization=options["quantization"],
+            speculative=_speculative(options["speculative_config"]),
             jobs=options["jobs"],
             progress=progress,
         )
@@ -120,6 +132,21 @@ def compile(config_dir: Path, manifest_path: Path | None, output: Path, **option
     )
     for note in plan.notes:
         click.echo(f"note: {note}")
+
+
+def _speculative(text: str | None) -> dict[str, Any] | None:
+    """vLLM's speculative config as an object."""
+    import json
+
+    if text is None:
+        return None
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"--speculative-config is not JSON: {error}", code="RDT117") from None
+    if not isinstance(config, dict):
+        raise InputError(f"--speculative-config must be a JSON object, is {text}", code="RDT117")
+    return config
 
 
 def _waiver(text: str) -> Any:

@@ -112,6 +112,16 @@ CODES: dict[str, Code] = {
         "The address that a trainer rank is to listen at is taken, or is not of this machine.",
         "Give an address of this machine that is free; port 0 takes any.",
     ),
+    "RDT116": Code(
+        "unknown target",
+        "The platform that was named as target is none that plans can be compiled for.",
+        "Name one of those that the message lists, or `auto` for the platform of this machine.",
+    ),
+    "RDT117": Code(
+        "bad speculative config",
+        "The speculative config is no JSON object.",
+        'Give what `vllm serve --speculative-config` takes, `{"method": "mtp", "num_speculative_tokens": 1}` say.',
+    ),
     # -- dry run -----------------------------------------------------------------------------------------------
     "RDT200": Code(
         "loader cannot be compiled",
@@ -174,6 +184,16 @@ CODES: dict[str, Code] = {
         "model cannot be built",
         "One of the simulated ranks cannot be built by vLLM.",
         "Make the sizes in config.json fit the parallel layout.",
+    ),
+    "RDT216": Code(
+        "process is of another target",
+        "vLLM decides once in a process which platform it runs on; this process has another one than was asked for.",
+        "Compile for another target in a process of its own; the command line and `rdtplan.compile` do.",
+    ),
+    "RDT217": Code(
+        "tracing process failed",
+        "The process that traces for another target than this machine's ended without a trace.",
+        "Read what it wrote on standard error; a process that was killed for memory leaves nothing.",
     ),
     # -- plan --------------------------------------------------------------------------------------------------
     "RDT300": Code(

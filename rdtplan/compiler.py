@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from attrs import evolve, field, frozen
 
@@ -31,6 +32,7 @@ from rdtplan.ir.plan import (
     Routing,
     Waiver,
 )
+from rdtplan.ir.targets import AUTO, check_target
 from rdtplan.ir.topology import InferenceTopology, TransferSettings, positions
 from rdtplan.ir.traces import RankTrace
 from rdtplan.passes import run_passes
@@ -46,7 +48,8 @@ class Fleet:
     trainer_ranks: int = 1
     owner_rules: tuple[OwnerRule, ...] | None = None
     settings: TransferSettings = field(factory=TransferSettings)
-    target: str = "cpu"
+    target: str = AUTO
+    """What the workers run on (`rdtplan.ir.targets`)."""
     waivers: tuple[Waiver, ...] = ()
 
 
@@ -61,28 +64,31 @@ def compile_plan(
     *,
     dtype: str = "auto",
     quantization: str | None = None,
+    speculative: Mapping[str, Any] | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> FleetPlan:
     """Compile the plan of a whole fleet from a Hugging Face config directory and the trainer's manifest.
 
-    Needs vLLM and torch, no GPU. Raises InputError, TraceError or PlanError; a returned plan is complete.
+    `speculative` is vLLM's speculative config, when the workers hold a draft model too. Needs vLLM and torch, no GPU.
+    Raises InputError, TraceError or PlanError; a returned plan is complete.
     """
-    import torch
-
-    from rdtplan.trace.dry_run import TraceRequest, trace_fleet
+    from rdtplan.trace.dry_run import TraceRequest
+    from rdtplan.trace.process import trace_for_target
 
     _check_fleet_input(fleet)
     manifest = build_manifest(entries)
     owners = resolve_owners(list(entries), fleet.owner_rules, fleet.trainer_ranks)
     pieces = resolve_pieces(list(entries), fleet.owner_rules, fleet.trainer_ranks)
-    request = TraceRequest(str(config_dir), manifest, fleet.topology, dtype, quantization)
+    request = TraceRequest(
+        str(config_dir), manifest, fleet.topology, dtype, quantization, fleet.target, speculative
+    )
     report = None if progress is None else (lambda done, total: progress("tracing worker ranks", done, total))
-    traces, trace_of, model = trace_fleet(request, jobs=jobs, progress=report)
-    import vllm
-
-    compiler = Compiler(__version__, vllm.__version__, torch.__version__.split("+")[0], fleet.target)
-    return assemble(manifest, owners, traces, trace_of, fleet, model, compiler, progress, pieces=pieces)
+    found = trace_for_target(request, jobs=jobs, progress=report)
+    compiler = Compiler(__version__, found.vllm, found.torch, found.target)
+    return assemble(
+        manifest, owners, found.traces, found.trace_of, fleet, found.model, compiler, progress, pieces=pieces
+    )
 
 
 def _check_fleet_input(fleet: Fleet) -> None:
@@ -106,10 +112,9 @@ def _check_fleet_input(fleet: Fleet) -> None:
     ]
     if s.staging_device not in ("gpu", "host"):
         wrong.append(f"staging_device must be gpu or host, is {s.staging_device!r}")
-    if fleet.target != "cpu":
-        wrong.append(f"target must be cpu (this version compiles for no other), is {fleet.target!r}")
     if wrong:
         raise InputError("; ".join(wrong), code="RDT108")
+    check_target(fleet.target)
 
 
 def assemble(

@@ -7,7 +7,7 @@ import gc
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import accumulate
 from typing import Any
@@ -20,9 +20,11 @@ from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.operations import Leaves, Operations
 from rdtplan.ir.plan import ModelIdentity
 from rdtplan.ir.regions import contiguous_stride
+from rdtplan.ir.targets import AUTO
 from rdtplan.ir.topology import InferenceTopology, Position, positions
 from rdtplan.ir.traces import Fetches, Fills, Parameters, RankTrace
 from rdtplan.trace.model import build_model, engine_config, model_identity
+from rdtplan.trace.platform import live_target
 from rdtplan.trace.ranks import simulated_rank
 from rdtplan.trace.recorder import Operand, Recorder, is_machinery, place
 from rdtplan.trace.watch import Watched, dtype_name
@@ -213,15 +215,42 @@ class TraceRequest:
     config_dir: str
     manifest: Manifest
     topology: InferenceTopology
-    dtype: str
-    quantization: str | None
+    dtype: str = "auto"
+    quantization: str | None = None
+    target: str = AUTO
+    speculative: Mapping[str, Any] | None = None
+    """vLLM's speculative config: the workers hold a draft model too."""
+
+
+@frozen
+class FleetTrace:
+    """The dry run of a whole deployment, and what it ran on."""
+
+    traces: tuple[RankTrace, ...]
+    """Distinct ones."""
+    trace_of: tuple[int, ...]
+    """A worker of one replica: index into `traces`."""
+    model: ModelIdentity
+    target: str
+    vllm: str
+    torch: str
+    """Versions."""
+
+
+def _engine_config(request: TraceRequest, position: Position) -> Any:
+    return engine_config(
+        request.config_dir,
+        request.topology,
+        position,
+        dtype=request.dtype,
+        quantization=request.quantization,
+        speculative=request.speculative,
+    )
 
 
 def trace_position(request: TraceRequest, position: Position) -> tuple[RankTrace, ModelIdentity]:
     """Simulate one rank, build its model on meta, and trace it."""
-    vllm_config = engine_config(
-        request.config_dir, request.topology, position, dtype=request.dtype, quantization=request.quantization
-    )
+    vllm_config = _engine_config(request, position)
     with simulated_rank(vllm_config, request.topology, position):
         from vllm.config import set_current_vllm_config
 
@@ -233,21 +262,15 @@ def trace_position(request: TraceRequest, position: Position) -> tuple[RankTrace
 
 def trace_fleet(
     request: TraceRequest, *, jobs: int | None = None, progress: Callable[[int, int], None] | None = None
-) -> tuple[tuple[RankTrace, ...], tuple[int, ...], ModelIdentity]:
-    """Trace every distinct position of one replica: (distinct traces, worker index -> trace, model identity).
+) -> FleetTrace:
+    """Trace every distinct position of one replica, for the target of this process.
 
     Data-parallel ranks of a dense model are copies and traced once; of a mixture of experts each is traced,
     since vLLM spreads experts over them. Work is spread over `jobs` forked processes (default: the cores,
     at most 4), after vLLM was imported once. `progress(done, total)` is called as traces arrive.
     """
     all_positions = positions(request.topology)
-    first = engine_config(
-        request.config_dir,
-        request.topology,
-        all_positions[0],
-        dtype=request.dtype,
-        quantization=request.quantization,
-    )
+    first = _engine_config(request, all_positions[0])
     spread = request.topology.data_parallel > 1 and not first.model_config.is_moe
     wanted = [p for p in all_positions if not (spread and p.dp)]
     jobs = min(jobs or min(4, len(os.sched_getaffinity(0))), len(wanted))
@@ -271,7 +294,16 @@ def trace_fleet(
             ids[key] = len(traces)
             traces.append(trace)
         trace_of.append(ids[key])
-    return tuple(traces), tuple(trace_of), results[wanted[0]][1]
+    import vllm
+
+    return FleetTrace(
+        traces=tuple(traces),
+        trace_of=tuple(trace_of),
+        model=results[wanted[0]][1],
+        target=live_target(),
+        vllm=vllm.__version__,
+        torch=torch.__version__.split("+")[0],
+    )
 
 
 def _run(

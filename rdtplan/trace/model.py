@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rdtplan.errors import InputError, RdtError, TraceError
 from rdtplan.ir.digests import sha256
 from rdtplan.ir.plan import ModelIdentity
 from rdtplan.ir.topology import InferenceTopology, Position
+from rdtplan.trace.platform import engine_settings, is_stood_in, without_devices
 
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -25,10 +27,15 @@ _QUIET = {
 }
 
 
-def import_vllm() -> None:
-    """Import vLLM for offline use: no network, no usage report, no chatter. InputError without vLLM."""
+def quiet() -> None:
+    """Settings for offline use: no network, no usage report, no chatter."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+
+
+def import_vllm() -> None:
+    """Import vLLM for offline use. InputError without vLLM."""
+    quiet()
     try:
         import vllm  # noqa: F401
     except ImportError as error:
@@ -79,6 +86,7 @@ def engine_config(
     *,
     dtype: str = "auto",
     quantization: str | None = None,
+    speculative: Mapping[str, Any] | None = None,
 ) -> Any:
     """vLLM's engine configuration of one worker. InputError when vLLM refuses the model or the layout."""
     config = read_config(config_dir)
@@ -99,6 +107,8 @@ def engine_config(
             pipeline_parallel_size=topology.pipeline_parallel,
             data_parallel_size=topology.data_parallel,
             enable_expert_parallel=topology.expert_parallel,
+            speculative_config=None if speculative is None else dict(speculative),
+            **engine_settings(),
         ).create_engine_config()
     except Exception as error:
         raise InputError(
@@ -150,7 +160,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
+        if func is torch.empty and (kwargs.get("device") is None or is_stood_in(kwargs["device"])):
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 
@@ -168,11 +178,12 @@ def build_model(vllm_config: Any, *, meta: bool) -> torch.nn.Module:
     try:
         with set_current_vllm_config(vllm_config), set_default_torch_dtype(vllm_config.model_config.dtype):
             if meta:
-                with _EmptyOnMeta():
+                with without_devices(), _EmptyOnMeta():
                     model = initialize_model(vllm_config=vllm_config)
                 _parameters_to_meta(model)
             else:
-                model = initialize_model(vllm_config=vllm_config)
+                with without_devices():
+                    model = initialize_model(vllm_config=vllm_config)
     except RdtError:
         raise
     except Exception as error:
