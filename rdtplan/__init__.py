@@ -107,9 +107,9 @@ def compile(
 
     `manifest` is a checkpoint directory, a safetensors file or index, a JSON manifest, or source tensors; without it
     the names come from the config. `owners` is an owners file or its rules; without it every trainer rank holds
-    everything. The sizes are those of one engine, of which there are `replicas`. `target` is the platform of the workers
-    (`cpu`, `sm80`, `sm90`, ...; `auto`: that of this machine), and `speculative_config` is vLLM's, when they hold a
-    draft model too. `jobs` tracing processes run at once; `progress(stage, done, total)` is called as it goes on.
+    everything. The sizes are those of one engine, of which there are `replicas`. `target` is the workers'
+    platform (`cpu`, `sm80`, `sm90`, ...; `auto`: that of this machine), and `speculative_config` is vLLM's, when they
+    hold a draft model too. `jobs` tracing processes run at once; `progress(stage, done, total)` is called meanwhile.
 
     InputError, TraceError or PlanError when there is no such plan; a plan that is returned is complete.
     """

@@ -195,6 +195,11 @@ CODES: dict[str, Code] = {
         "The process that traces for another target than this machine's ended without a trace.",
         "Read what it wrote on standard error; a process that was killed for memory leaves nothing.",
     ),
+    "RDT218": Code(
+        "draft model cannot be compiled",
+        "Speculative decoding by this method makes its draft model in a way that the dry run does not know.",
+        "Compile without --speculative-config; the draft model then keeps the weights that it started with.",
+    ),
     # -- plan --------------------------------------------------------------------------------------------------
     "RDT300": Code(
         "no plan",

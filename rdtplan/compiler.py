@@ -11,6 +11,7 @@ from attrs import evolve, field, frozen
 
 from rdtplan import __version__
 from rdtplan.errors import InputError
+from rdtplan.expected import expected
 from rdtplan.inputs.owners import OwnerRule, resolve_owners, resolve_pieces
 from rdtplan.ir.digests import (
     consumer_digest,
@@ -80,15 +81,22 @@ def compile_plan(
     manifest = build_manifest(entries)
     owners = resolve_owners(list(entries), fleet.owner_rules, fleet.trainer_ranks)
     pieces = resolve_pieces(list(entries), fleet.owner_rules, fleet.trainer_ranks)
-    request = TraceRequest(
-        str(config_dir), manifest, fleet.topology, dtype, quantization, fleet.target, speculative
-    )
+    request = TraceRequest(str(config_dir), manifest, fleet.topology, dtype, quantization, fleet.target, speculative)
     report = None if progress is None else (lambda done, total: progress("tracing worker ranks", done, total))
     found = trace_for_target(request, jobs=jobs, progress=report)
-    compiler = Compiler(__version__, found.vllm, found.torch, found.target)
-    return assemble(
-        manifest, owners, found.traces, found.trace_of, fleet, found.model, compiler, progress, pieces=pieces
+    ours = expected(manifest, found.traces, found.config, speculative=speculative is not None)
+    plan = assemble(
+        manifest,
+        owners,
+        found.traces,
+        found.trace_of,
+        evolve(fleet, waivers=(*fleet.waivers, *(w for w in ours.waivers if w not in fleet.waivers))),
+        found.model,
+        Compiler(__version__, found.vllm, found.torch, found.target),
+        progress,
+        pieces=pieces,
     )
+    return evolve(plan, notes=(*plan.notes, *ours.notes))
 
 
 def _check_fleet_input(fleet: Fleet) -> None:
@@ -163,9 +171,10 @@ def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
     assert draft.provenance and draft.keys and draft.scatters and draft.chunks and draft.lifetimes
     touched = {*trace.fetches.parameters, *trace.fills.parameters, *trace.operations.parameters}
     untouched = dict(zip(trace.untouched, trace.untouched_reasons or ("",) * len(trace.untouched), strict=True))
+    untouched |= dict(zip(trace.kept, trace.kept_reasons, strict=True))
     for k, name in enumerate(trace.parameters.names):
         accepted = [w.pattern for w in waivers if w.code == "RDT310" and fnmatchcase(name, w.pattern)]
-        if k not in touched and accepted:
+        if k not in touched and accepted and name not in untouched:
             untouched[name] = f"accepted: --waive RDT310:{accepted[0]}"
     names = tuple(sorted(untouched, key=lambda name: not untouched[name].startswith("accepted")))
     return Program(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from rdtexec.destination import Destination
 from rdtexec.plans import chunk_keys
@@ -24,7 +24,8 @@ from rdtplan.ir.manifest import Manifest, SourceTensor, build_manifest
 from rdtplan.ir.plan import Compiler, FleetPlan, ModelIdentity, Program
 from rdtplan.ir.topology import InferenceTopology, Position
 from rdtplan.trace.dry_run import trace_model
-from rdtplan.trace.model import build_model, engine_config
+from rdtplan.trace.model import ZEROED, build_model, engine_config
+from rdtplan.trace.platform import without_devices
 from rdtplan.trace.ranks import simulated_rank
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -86,16 +87,18 @@ class Rank:
     config_dir: Path
     topology: InferenceTopology
     position: Position
+    arguments: dict[str, Any] = field(factory=dict)
+    """More engine arguments: dtype, quantization, speculative."""
 
     @contextlib.contextmanager
     def model(self, *, meta: bool = False) -> Iterator[torch.nn.Module]:
         """Its model in checkpoint format, nothing loaded; the rank is simulated inside the context."""
-        config = engine_config(self.config_dir, self.topology, self.position)
+        config = engine_config(self.config_dir, self.topology, self.position, **self.arguments)
         with simulated_rank(config, self.topology, self.position):
             from vllm.config import set_current_vllm_config
 
             model = build_model(config, meta=meta)
-            with set_current_vllm_config(config):
+            with set_current_vllm_config(config), without_devices():
                 yield model
 
 
@@ -123,8 +126,14 @@ def planned_load(rank: Rank, program: Program, manifest: Manifest, sources: Sour
 
 
 def load_stock(model: torch.nn.Module, sources: Sources) -> None:
-    """Poison `model` and load it by its `load_weights`. Copies go in: no loader can spoil the sources."""
+    """Poison `model` and load it by its `load_weights`. Copies go in: no loader can spoil the sources.
+
+    What a layer made of zeros is zero again before: its padding stays so.
+    """
     poison(model, STOCK_POISON)
+    for parameter in model.parameters():
+        if getattr(parameter, ZEROED, False):
+            parameter.data.zero_()
     with torch.no_grad():
         model.load_weights((name, tensor.clone()) for name, tensor in sources.items())
 
