@@ -122,6 +122,11 @@ CODES: dict[str, Code] = {
         "The speculative config is no JSON object.",
         'Give what `vllm serve --speculative-config` takes, `{"method": "mtp", "num_speculative_tokens": 1}` say.',
     ),
+    "RDT118": Code(
+        "unknown names of a quantized checkpoint",
+        "A manifest was to be made from the config alone, and what this quantization method stores is not known.",
+        "Give a checkpoint directory or a JSON manifest; a plan can be compiled from either.",
+    ),
     # -- dry run -----------------------------------------------------------------------------------------------
     "RDT200": Code(
         "loader cannot be compiled",
@@ -358,6 +363,12 @@ CODES: dict[str, Code] = {
         "trainer ranks hold different plans",
         "The ranks of one trainer compared the identities of their plans, and one differs.",
         "Give every rank the same plan file.",
+    ),
+    "RDT516": Code(
+        "plan for another platform",
+        "The plan was compiled for another target than the platform that this worker runs on; its parameters may be "
+        "others.",
+        "Compile with --target for the platform that runs; the message names both.",
     ),
     # -- transfer ----------------------------------------------------------------------------------------------
     "RDT600": Code(

@@ -33,7 +33,7 @@ from rdtplan.ir.plan import (
     Routing,
     Waiver,
 )
-from rdtplan.ir.targets import AUTO, check_target
+from rdtplan.ir.targets import AUTO
 from rdtplan.ir.topology import InferenceTopology, TransferSettings, positions
 from rdtplan.ir.traces import RankTrace
 from rdtplan.passes import run_passes
@@ -122,7 +122,6 @@ def _check_fleet_input(fleet: Fleet) -> None:
         wrong.append(f"staging_device must be gpu or host, is {s.staging_device!r}")
     if wrong:
         raise InputError("; ".join(wrong), code="RDT108")
-    check_target(fleet.target)
 
 
 def assemble(

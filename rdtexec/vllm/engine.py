@@ -27,6 +27,7 @@ from rdtexec.control import Address, fetch_plan
 from rdtexec.plans import WorkerPlan, load_worker
 from rdtexec.reports import LOG, Observer, SyncReport
 from rdtexec.transport import SETTINGS
+from rdtexec.vllm.live import live_target
 from rdtexec.vllm.reload import LayerwiseDestination
 from rdtplan.errors import InputError, PlanMismatch, TransferError
 from rdtplan.ir.topology import InferenceTopology, Position
@@ -172,7 +173,8 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
                 producers = _producers(info)
                 address, authkey = producers[min(producers)], bytes.fromhex(info.authkey)
                 path.write_bytes(fetch_plan(address, authkey=authkey, timeout_s=info.connect_timeout_s))
-            plan = load_worker(path, consumer_id, position=position, replica=info.replica_rank)
+            target = live_target()
+            plan = load_worker(path, consumer_id, position=position, replica=info.replica_rank, target=target)
         if digest and not plan.identity.startswith(digest):
             raise PlanMismatch(
                 f"this worker was told to run plan {digest}, the producers have {plan.identity}",

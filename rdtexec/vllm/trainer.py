@@ -28,6 +28,7 @@ from rdtexec.ranks import Ranks
 from rdtexec.reports import Observer, ProducerReport
 from rdtexec.transport import SETTINGS
 from rdtexec.vllm.clients import ReplicaClient
+from rdtexec.vllm.live import live_target
 from rdtplan.errors import InputError, PlanMismatch, TransferError
 from rdtplan.inputs.manifests import from_weight_source, to_json
 from rdtplan.ir.manifest import SourceTensor
@@ -45,7 +46,7 @@ class RdtExecTrainerInitInfo(TrainerInitInfo):
     """Model directory that the workers serve (its config is read); only for compiling at init."""
     compile_options: tuple[str, ...] = ()
     """Options of `rdtplan compile` for compiling at init: `--tp 2 --ep` and so on. Trainer ranks and the manifest are
-    taken from the trainer itself."""
+    taken from the trainer itself, and so is the target unless `--target` is among them."""
     transport: str = "auto"
     """`local`, `nixl`, `ray_rdt`, or `auto`: for each worker local on one node, nixl otherwise."""
     address: str | tuple[str, int] | None = None
@@ -369,6 +370,8 @@ def _plan_path(init_info: RdtExecTrainerInitInfo, source: WeightSource, scratch:
         ranks = str(torch.distributed.get_world_size() if _distributed() else 1)
         command = [sys.executable, "-m", "rdtplan.cli", "compile", init_info.model, "--manifest", str(manifest)]
         command += ["--trainer-ranks", ranks, "-o", str(path), *init_info.compile_options]
+        if not any(option.partition("=")[0] == "--target" for option in init_info.compile_options):
+            command += ["--target", live_target()]
         for name in _PLANNED:
             if getattr(init_info, name) is not None:
                 command += ["--" + name.replace("_", "-"), str(getattr(init_info, name))]

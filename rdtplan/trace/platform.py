@@ -117,6 +117,17 @@ def _install_cuda(target: Target) -> None:
     vllm.platforms._current_platform = _platform_class(target)()
     for module, questions in _PRESENT.items():
         _answer_yes(module, questions)
+    from vllm.triton_utils import HAS_TRITON, triton
+
+    if not HAS_TRITON:  # vLLM's own stand-in for it has no configurations to choose from
+        triton.Config = _TritonConfig
+
+
+class _TritonConfig:
+    """A kernel configuration that is looked at and never compiled."""
+
+    def __init__(self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, **others: Any) -> None:
+        self.kwargs, self.num_warps, self.num_stages = kwargs, num_warps, num_stages
 
 
 def stub_extensions() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rdtplan.errors import RdtError, TraceError
-from rdtplan.ir.targets import AUTO
+from rdtplan.ir.targets import AUTO, check_target
 from rdtplan.trace import platform
 from rdtplan.trace.dry_run import FleetTrace, TraceRequest, trace_fleet
 
@@ -24,9 +24,13 @@ Progress = Callable[[int, int], None] | None
 
 
 def trace_for_target(request: TraceRequest, *, jobs: int | None = None, progress: Progress = None) -> FleetTrace:
-    """Trace a whole deployment for `request.target`; `auto` is the platform of this process."""
+    """Trace a whole deployment for `request.target`; `auto` is the platform of this process.
+
+    InputError RDT116 for an unknown target; what the other process raises is raised here.
+    """
     if request.target == AUTO or platform.is_here(request.target):
         return trace_fleet(request, jobs=jobs, progress=progress)
+    check_target(request.target)
     result: FleetTrace | None = None
     for kind, value in _messages(request, jobs):
         if kind == "progress" and progress:
