@@ -127,6 +127,11 @@ CODES: dict[str, Code] = {
         "A manifest was to be made from the config alone, and what this quantization method stores is not known.",
         "Give a checkpoint directory or a JSON manifest; a plan can be compiled from either.",
     ),
+    "RDT119": Code(
+        "update of the draft model alone",
+        "One update writes the model and the draft model; a session for the draft model only shows it to the engine.",
+        "Call start_weight_update, as without a draft model.",
+    ),
     # -- dry run -----------------------------------------------------------------------------------------------
     "RDT200": Code(
         "loader cannot be compiled",
@@ -369,6 +374,18 @@ CODES: dict[str, Code] = {
         "The plan was compiled for another target than the platform that this worker runs on; its parameters may be "
         "others.",
         "Compile with --target for the platform that runs; the message names both.",
+    ),
+    "RDT517": Code(
+        "draft model not in the plan",
+        "The worker holds a draft model that the plan does not write, or the plan writes one that the worker does not "
+        "have.",
+        "Compile with --speculative-config as the workers run; keep_draft_model=true leaves the draft model as it is.",
+    ),
+    "RDT518": Code(
+        "draft model not shown",
+        "The plan writes the draft model, and vLLM has not handed it to the engine yet.",
+        "Call start_draft_weight_update and finish_weight_update once before the init; RdtExecTrainer does where its "
+        "client can.",
     ),
     # -- transfer ----------------------------------------------------------------------------------------------
     "RDT600": Code(

@@ -52,12 +52,15 @@ def expected(
         notes.append(f"{len(names)} parameters are not written ({', '.join(patterns)}): {why}")
     used = {source for trace in traces for source in trace.fetches.sources}
     unused = [k for k in range(len(manifest)) if k not in used]
+    tied = {alias for trace in traces for aliases in trace.parameters.aliases for alias in aliases}
     shared = {source for trace in traces for source in trace.shared}
     after = {source: last for trace in traces for source, last in trace.overwritten}
     families: dict[tuple[str, str], list[str]] = {}
     """(pattern, why) -> names."""
     for k in unused:
         name = manifest.names[k]
+        if any(alias.endswith(f".{name}") for alias in tied):
+            continue  # a tied weight: verification notes it
         if k in shared:
             families.setdefault((name, _SHARED), []).append(name)
         elif k in after:

@@ -32,6 +32,7 @@ from rdtexec.vllm.live import live_target
 from rdtplan.errors import InputError, PlanMismatch, TransferError
 from rdtplan.inputs.manifests import from_weight_source, to_json
 from rdtplan.ir.manifest import SourceTensor
+from rdtplan.trace.watch import DRAFT
 
 
 @dataclass
@@ -171,6 +172,8 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
             ranks.connect(next(member[3] for member in everyone if member[0] == 0))
             payload = _worker_payload(init_info, plan, authkey, {member[0]: member[2] for member in everyone})
             if init_info.is_sender:
+                if writes_draft_model(plan):
+                    show_draft_model(client)
                 client.init_weight_transfer_engine(payload)
             undo.pop_all()
         return cls(init_info, client, source, producer, ranks, payload)
@@ -262,6 +265,25 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         """Stop serving."""
         self._ranks.close()
         self._producer.close()
+
+
+def writes_draft_model(plan: TrainerPlan) -> bool:
+    """Does any worker of the plan have a draft model written?"""
+    programs = {id(c.program): c.program for c in plan.consumers.values()}
+    return any(name.startswith(DRAFT) for program in programs.values() for name in program.parameters.names)
+
+
+def show_draft_model(client: Any) -> None:
+    """Have vLLM hand the draft model to every worker; InputError RDT111 for a client that cannot ask for it."""
+    if not hasattr(client, "start_draft_weight_update"):
+        raise InputError(
+            f"the plan writes a draft model, and client {type(client).__name__} has no start_draft_weight_update",
+            fix="give the client that method (vLLM serves it at /start_draft_weight_update), or compile without "
+            "--speculative-config",
+            code="RDT111",
+        )
+    client.start_draft_weight_update()
+    client.finish_weight_update()
 
 
 def _sorted(live: Collection[int] | None) -> list[int] | None:

@@ -19,20 +19,11 @@ import torch
 from attrs import frozen
 
 from rdtplan.errors import TraceError
-from rdtplan.ir.topology import InferenceTopology, Position
+from rdtplan.ir.topology import Position
 from rdtplan.trace.model import build_model
+from rdtplan.trace.watch import DRAFT, has_draft_model
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-PREFIX = "draft."
-"""Of a draft model's parameters, and of its source names unless it loads from the model's checkpoint."""
-
-
-def has_draft_model(vllm_config: Any) -> bool:
-    """Does a worker of this configuration hold a second model? An n-gram or suffix drafter has no weights."""
-    speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in ("ngram", "ngram_gpu", "suffix"):
-        return False
-    return speculative.draft_model_config is not None
 
 
 @frozen
@@ -47,9 +38,9 @@ class Draft:
 
     def load(self, model: torch.nn.Module, weights: Callable[[], Weights]) -> None:
         """Load both as vLLM does, the draft model last; each call of `weights` gives all of them."""
-        model.load_weights((n, t) for n, t in weights() if self.own or not n.startswith(PREFIX))  # type: ignore[operator]
+        model.load_weights((n, t) for n, t in weights() if self.own or not n.startswith(DRAFT))  # type: ignore[operator]
         self.model.load_weights(  # type: ignore[operator]
-            (n if self.own else n.removeprefix(PREFIX), t) for n, t in weights() if self.own or n.startswith(PREFIX)
+            (n if self.own else n.removeprefix(DRAFT), t) for n, t in weights() if self.own or n.startswith(DRAFT)
         )
 
     def share(self, model: torch.nn.Module) -> None:
@@ -61,12 +52,12 @@ class Draft:
             self.proposer._maybe_share_lm_head(language)
 
 
-def draft_of(vllm_config: Any, topology: InferenceTopology, position: Position, *, meta: bool) -> Draft | None:
-    """The draft model of the simulated rank, None where it holds none: vLLM puts it on the last pipeline stage.
+def draft_of(vllm_config: Any, position: Position, *, meta: bool) -> Draft | None:
+    """The draft model of the simulated rank, None where it holds none.
 
     TraceError RDT218 for a method whose draft model is made in another way.
     """
-    if not has_draft_model(vllm_config) or position.pp != topology.pipeline_parallel - 1:
+    if not has_draft_model(vllm_config, position.pp):
         return None
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
@@ -94,13 +85,3 @@ def draft_of(vllm_config: Any, topology: InferenceTopology, position: Position, 
 
     model = build_model(config, meta=meta, initialize=initialize)
     return Draft(model, speculative.draft_model_config.model == vllm_config.model_config.model, proposer)
-
-
-def together(model: torch.nn.Module, draft: torch.nn.Module) -> torch.nn.Module:
-    """A module of both: the model's names as they are, the draft model's behind `draft.`. Neither is changed."""
-    both = torch.nn.Module()
-    both.__dict__.update({k: v for k, v in vars(model).items() if k not in vars(both)})
-    both._parameters, both._buffers = model._parameters, model._buffers
-    both._non_persistent_buffers_set = model._non_persistent_buffers_set
-    both._modules = {**model._modules, PREFIX.rstrip("."): draft}
-    return both

@@ -24,12 +24,12 @@ from rdtplan.ir.regions import Region, canonical, contiguous_stride, cover
 from rdtplan.ir.targets import AUTO
 from rdtplan.ir.topology import InferenceTopology, Position, positions
 from rdtplan.ir.traces import Fetches, Fills, Parameters, RankTrace
-from rdtplan.trace.draft import Draft, draft_of, together
+from rdtplan.trace.draft import Draft, draft_of
 from rdtplan.trace.model import ZEROED, build_model, engine_config, model_identity, read_config
 from rdtplan.trace.platform import live_target, without_devices
 from rdtplan.trace.ranks import simulated_rank
 from rdtplan.trace.recorder import Operand, Recorder, is_machinery, place
-from rdtplan.trace.watch import Watched, dtype_name
+from rdtplan.trace.watch import Watched, dtype_name, together
 
 
 def meta_sources(manifest: Manifest) -> list[torch.Tensor]:
@@ -344,7 +344,7 @@ def trace_position(request: TraceRequest, position: Position) -> tuple[RankTrace
         from vllm.config import set_current_vllm_config
 
         model = build_model(vllm_config, meta=True)
-        draft = draft_of(vllm_config, request.topology, position, meta=True)
+        draft = draft_of(vllm_config, position, meta=True)
         with set_current_vllm_config(vllm_config):
             trace = trace_model(model, request.manifest, position, draft=draft)
     return trace, model_identity(request.config_dir, vllm_config)

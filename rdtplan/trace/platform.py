@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import types
@@ -114,6 +115,7 @@ def _install_cuda(target: Target) -> None:
     _define_operators(target)
     import vllm.platforms
 
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
     vllm.platforms._current_platform = _platform_class(target)()
     for module, questions in _PRESENT.items():
         _answer_yes(module, questions)
@@ -249,6 +251,8 @@ class _OnHost(TorchFunctionMode):
     """Memory that a model asks to have on a GPU is made on the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and func not in _MOVES:
+            return func(*args)
         kwargs = kwargs or {}
         if (device := kwargs.get("device")) is not None and _is_gpu(device):
             kwargs = {**kwargs, "device": "cpu"}

@@ -1,10 +1,16 @@
-"""The watched set: every parameter and buffer of a model, by storage."""
+"""The watched set: every parameter and buffer of all models that a worker holds, by storage."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from rdtplan.errors import TraceError
 from rdtplan.ir.traces import Parameters
+
+DRAFT = "draft."
+"""Prefix of a draft model's parameters, and of its source names unless it loads from the model's checkpoint."""
 
 
 class Watched:
@@ -133,6 +139,35 @@ class Watched:
             module_names=tuple(self.module_names[m] for m in modules),
         )
         return table, left_out, {k: i for i, k in enumerate(keep)}
+
+
+def has_draft_model(vllm_config: Any, stage: int) -> bool:
+    """Does a worker of this pipeline stage hold a second model? vLLM has it on the last one.
+
+    An n-gram or suffix drafter has no weights.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in ("ngram", "ngram_gpu", "suffix"):
+        return False
+    return stage == vllm_config.parallel_config.pipeline_parallel_size - 1
+
+
+def together(model: torch.nn.Module, draft: torch.nn.Module) -> torch.nn.Module:
+    """All that a worker holds as one module: the model's names as they are, the draft model's behind `draft.`.
+
+    Neither is changed. TraceError RDT218 for a model that has tensors of its own beside its modules.
+    """
+    if model._parameters or model._buffers or DRAFT.rstrip(".") in model._modules:
+        raise TraceError(
+            f"{type(model).__name__} has tensors beside its modules, or a module called 'draft': "
+            "a draft model cannot be told apart from it",
+            fix="compile without --speculative-config; the draft model then keeps the weights that it started with",
+            code="RDT218",
+        )
+    both = torch.nn.Module()
+    both.__dict__.update({k: v for k, v in vars(model).items() if k not in vars(both)})
+    both._modules = {**model._modules, DRAFT.rstrip("."): draft}
+    return both
 
 
 def _scales_cache(module: torch.nn.Module) -> bool:
