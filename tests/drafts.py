@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from rdtplan.inputs.config_manifest import manifest_from_config
 from rdtplan.inputs.manifests import from_json
 from rdtplan.ir.manifest import SourceTensor
 
@@ -16,11 +18,16 @@ CORPUS = Path(__file__).parent / "corpus"
 MLA, LLAMA = "DeepseekV3ForCausalLM@mla", "LlamaForCausalLM"
 
 
-def target(method: str) -> tuple[dict[str, Any], list[SourceTensor]]:
-    """Config and manifest of the model; with `mtp` a prediction layer is in both."""
+def target(method: str, sizes: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[SourceTensor]]:
+    """Config and manifest of the model, of other `sizes` if given; with `mtp` a prediction layer is in both."""
     name = MLA if method == "mtp" else LLAMA
     config = json.loads((CORPUS / f"configs/{name}.json").read_text())
     entries = list(from_json(CORPUS / f"manifests/{name}.json"))
+    if sizes:
+        config |= sizes
+        with tempfile.TemporaryDirectory() as directory:
+            Path(directory, "config.json").write_text(json.dumps(config))
+            entries = manifest_from_config(directory)
     if method == "mtp":
         config["num_nextn_predict_layers"] = 1
         entries += _prediction_layer(config, entries)
@@ -78,7 +85,10 @@ def _write(config: dict[str, Any], entries: list[SourceTensor], directory: Path,
     for e in entries:
         values = torch.randn(e.shape, generator=rng) * (0.1 if len(e.shape) > 1 else 0.2)
         weights[e.name] = (values + (1 if "norm" in e.name else 0)).to(getattr(torch, e.dtype))
-    for copy, of in ((".embed_tokens.weight", "model.embed_tokens.weight"), (".shared_head.head.weight", "lm_head.weight")):
+    for copy, of in (
+        (".embed_tokens.weight", "model.embed_tokens.weight"),
+        (".shared_head.head.weight", "lm_head.weight"),
+    ):
         for name in [n for n in weights if n.endswith(copy) and n != of]:
             weights[name] = weights[of].clone()
     save_file(weights, str(directory / "model.safetensors"))

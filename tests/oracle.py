@@ -23,10 +23,12 @@ from rdtplan.inputs.manifests import from_json
 from rdtplan.ir.manifest import Manifest, SourceTensor, build_manifest
 from rdtplan.ir.plan import Compiler, FleetPlan, ModelIdentity, Program
 from rdtplan.ir.topology import InferenceTopology, Position
+from rdtplan.trace.draft import Draft, draft_of
 from rdtplan.trace.dry_run import trace_model
 from rdtplan.trace.model import ZEROED, build_model, engine_config
 from rdtplan.trace.platform import without_devices
 from rdtplan.trace.ranks import simulated_rank
+from rdtplan.trace.watch import together
 
 CORPUS = Path(__file__).parent / "corpus"
 STOCK_POISON, PLAN_POISON, GAP_POISON = 0xA5, 0x5A, 0xEE
@@ -98,8 +100,23 @@ class Rank:
             from vllm.config import set_current_vllm_config
 
             model = build_model(config, meta=meta)
+            draft = draft_of(config, self.position, meta=meta)
             with set_current_vllm_config(config), without_devices():
-                yield model
+                yield model if draft is None else _with_draft(model, draft)
+
+
+def _with_draft(model: torch.nn.Module, draft: Draft) -> torch.nn.Module:
+    """Both as one, as a worker holds them: loaded one after the other, and sharing since."""
+    both: Any = together(model, draft.model)
+    both.share_draft = lambda: draft.share(model)
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        given = list(weights)
+        draft.load(model, lambda: iter(given))
+        draft.share(model)
+
+    both.load_weights = load_weights
+    return both  # type: ignore[no-any-return]
 
 
 # -- the two loads -------------------------------------------------------------------------------------------
@@ -142,6 +159,8 @@ def load_planned(model: torch.nn.Module, program: Program, manifest: Manifest, s
     """Poison `model` and execute `program` on it: constants before a module's first chunk, then copies, and local
     operations after its last chunk."""
     poison(model, PLAN_POISON)
+    if hasattr(model, "share_draft"):
+        model.share_draft()
     destination = Destination(model, program)
     first_touched: dict[int, list[int]] = {}
     last_touched: dict[int, list[int]] = {}

@@ -25,7 +25,7 @@ from rdtplan.ir.manifest import SourceTensor
 from rdtplan.ir.plan import Program
 from rdtplan.ir.topology import InferenceTopology, positions
 from rdtplan.trace import platform
-from tests import oracle
+from tests import drafts, oracle
 
 TP2 = InferenceTopology(tensor_parallel=2)
 TP2_EP = InferenceTopology(tensor_parallel=2, expert_parallel=True)
@@ -42,6 +42,7 @@ GPT_OSS = ("GptOssForCausalLM@mxfp4", {"hidden_size": 320, "intermediate_size": 
 """Sizes that kernels round up differently."""
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+ONE = {"num_speculative_tokens": 1}
 GATES = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
 TENSORS = {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": GATES}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
@@ -112,44 +113,50 @@ CASES = {
     "gptq": Case("GPTQ", DENSE, GPTQ, TP2, {"dtype": "float16"}),
     "gptq-act-order": Case("GPTQ, activation order", DENSE, {**GPTQ, "desc_act": True}, TP2, {"dtype": "float16"}),
     "gptq-moe": Case("GPTQ, experts", MOE, GPTQ, TP2, {"dtype": "float16"}),
-    "mxfp4": Case("MXFP4 (gpt-oss)", GPT_OSS, {}),
-    "mxfp4-ep": Case("MXFP4 (gpt-oss), expert parallel", GPT_OSS, {}, TP2_EP),
+    "mxfp4": Case("MXFP4 (gpt-oss)", GPT_OSS, None),
+    "mxfp4-ep": Case("MXFP4 (gpt-oss), expert parallel", GPT_OSS, None, TP2_EP),
+    "mtp": Case("none (BF16), MTP draft model", MLA, None, TP2_EP, {"speculative": {**ONE, "method": "mtp"}}),
+    "mtp-fp8": Case(
+        "FP8, 128x128 blocks, MTP draft model", MLA, BLOCKS, TP2_EP, {"speculative": {**ONE, "method": "mtp"}}
+    ),
+    "eagle": Case("none (BF16), EAGLE draft model", DENSE, None, TP2, {"speculative": {**ONE, "method": "eagle"}}),
+    "draft": Case(
+        "none (BF16), separate draft model", DENSE, None, TP2, {"speculative": {**ONE, "method": "draft_model"}}
+    ),
     "online-fp8": Case("FP8 online (`--quantization fp8`)", DENSE, None, TP2, {"quantization": "fp8"}),
     "online-fp8-moe": Case("FP8 online (`--quantization fp8`), experts", MOE, None, TP2, {"quantization": "fp8"}),
 }
 
 
-def model_dir(case: Case, parent: Path) -> tuple[Path, list[SourceTensor]]:
-    """The model directory and the manifest of a case."""
+def model_dir(case: Case, parent: Path) -> tuple[Path, list[SourceTensor], dict[str, Any]]:
+    """The model directory, the manifest and the engine arguments of a case."""
+    parent.mkdir(exist_ok=True, parents=True)
+    if "speculative" in case.arguments:
+        return _with_draft(case, parent)
     name, changes = case.base
     config = json.loads((oracle.CORPUS / "configs" / f"{name}.json").read_text()) | changes
-    given = config.pop("quantization_config", None)
-    parent.mkdir(exist_ok=True, parents=True)
-    path = parent / "config.json"
-    path.write_text(json.dumps(config))
-    entries = _gpt_oss(config) if given else manifest_from_config(parent)
-    if given or case.config:
-        path.write_text(json.dumps({**config, "quantization_config": given or case.config}))
-    return parent, quantized(entries, case.config) if case.config else entries
+    if case.config:
+        config["quantization_config"] = case.config
+    (parent / "config.json").write_text(json.dumps(config))
+    return parent, manifest_from_config(parent), case.arguments
 
 
-def _gpt_oss(config: dict[str, Any]) -> list[SourceTensor]:
-    """The corpus manifest with the sizes of `config`: packed experts have no place in transformers' own names."""
-    hidden, wide = config["hidden_size"], config["intermediate_size"]
-    experts, out = config["num_local_experts"], []
-    shapes = {
-        "gate_up_proj_blocks": (experts, 2 * wide, hidden // 32, 16),
-        "gate_up_proj_scales": (experts, 2 * wide, hidden // 32),
-        "gate_up_proj_bias": (experts, 2 * wide),
-        "down_proj_blocks": (experts, hidden, wide // 32, 16),
-        "down_proj_scales": (experts, hidden, wide // 32),
-        "down_proj_bias": (experts, hidden),
-    }
-    for entry in oracle.corpus_manifest("GptOssForCausalLM@mxfp4"):
-        own = shapes.get(entry.name.rpartition(".")[2])
-        shape = own or tuple(hidden if n == 256 and not entry.name.endswith("weight_") else n for n in entry.shape)
-        out.append(SourceTensor(entry.name, entry.dtype, shape))
-    return out
+def _with_draft(case: Case, parent: Path) -> tuple[Path, list[SourceTensor], dict[str, Any]]:
+    method = case.arguments["speculative"]["method"]
+    config, entries = drafts.target(method, case.base[1] if case.config else None)
+    speculative = dict(case.arguments["speculative"])
+    found = drafts.draft(method)
+    if found is not None:
+        directory = parent / "draft"
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(found[0]))
+        speculative["model"] = str(directory)
+        entries = [*entries, *(SourceTensor(f"draft.{e.name}", e.dtype, e.shape) for e in found[1])]
+    if case.config:
+        config["quantization_config"] = case.config
+        entries = quantized(entries, {**case.config, "modules_to_not_convert": ["eh_proj"]})
+    (parent / "config.json").write_text(json.dumps(config))
+    return parent, entries, {**case.arguments, "speculative": speculative}
 
 
 def materialize_meta_tensor(tensor: Any) -> Any:
@@ -160,11 +167,11 @@ def materialize_meta_tensor(tensor: Any) -> Any:
 
 def check(case: Case, target: str, parent: Path) -> dict[str, Any]:
     """Compile a case in this process and compare every rank: `status`, and what differs or why it is refused."""
-    config_dir, entries = model_dir(case, parent)
+    config_dir, entries, arguments = model_dir(case, parent)
     sources = oracle.finite_sources(entries)
-    ranks = [oracle.Rank(config_dir, case.topology, p, case.arguments) for p in positions(case.topology)]
+    ranks = [oracle.Rank(config_dir, case.topology, p, arguments) for p in positions(case.topology)]
     try:
-        plan = compile_plan(config_dir, entries, Fleet(topology=case.topology, target=target), jobs=1, **case.arguments)
+        plan = compile_plan(config_dir, entries, Fleet(topology=case.topology, target=target), jobs=1, **arguments)
     except RdtError as error:
         stock = _stock_error(ranks[0], sources)
         return {"status": "vllm" if stock else "refused", "reason": stock or f"{error.code}: {error.message}"}
@@ -181,6 +188,8 @@ def check(case: Case, target: str, parent: Path) -> dict[str, Any]:
         "status": "different" if different else "exact",
         "tensors": different,
         "target": plan.compiler.target,
+        "identity": plan.identity,
+        "notes": list(plan.notes),
         "parameters": [
             [n, d, list(s)]
             for n, d, s in zip(

@@ -37,7 +37,9 @@ def draft_state(worker: Any) -> dict[str, str]:
     for name, module in model.named_modules():
         inputs = getattr(module, "input_size_per_partition", getattr(module, "input_size", None))
         if inputs and hasattr(module, "cpu_linear"):
-            found[f"{name}.packed"] = module.cpu_linear(torch.eye(inputs, dtype=module.weight.dtype), module.weight, None)
+            found[f"{name}.packed"] = module.cpu_linear(
+                torch.eye(inputs, dtype=module.weight.dtype), module.weight, None
+            )
     return {name: hashlib.sha256(vllm_sync._bytes(t)).hexdigest() for name, t in found.items()}
 
 

@@ -29,6 +29,8 @@ def quantized(entries: Sequence[SourceTensor], config: Mapping[str, Any]) -> lis
 
     InputError RDT118 for a method whose names are not known here.
     """
+    if config.get("quant_method") == "mxfp4":
+        return [part for entry in entries for part in _mxfp4(entry)]
     method = _method(config)
     found: list[SourceTensor] = []
     for entry in entries:
@@ -50,6 +52,7 @@ def is_quantized(entry: SourceTensor, config: Mapping[str, Any]) -> bool:
         return False
     module = entry.name.removesuffix(".weight")
     listed = [name for key in _LEFT_OUT for name in config.get(key) or ()]
+    listed += [f"re:{rule[2:]}" for rule in config.get("dynamic") or () if rule.startswith("-:")]
     return not any(_names(module, name) for name in listed)
 
 
@@ -79,6 +82,18 @@ def _method(config: Mapping[str, Any]) -> Write:
             code="RDT118",
         )
     return known[name]
+
+
+def _mxfp4(entry: SourceTensor) -> list[SourceTensor]:
+    """gpt-oss: stacks of experts, transposed, as blocks of 32 numbers in 16 bytes and a scale each."""
+    if len(entry.shape) != 3 or entry.name.rpartition(".")[2] not in ("gate_up_proj", "down_proj"):
+        return [entry]
+    experts, inputs, outputs = entry.shape
+    blocks = (experts, outputs, inputs // 32)
+    return [
+        SourceTensor(f"{entry.name}_blocks", "uint8", (*blocks, 16), entry.owners),
+        SourceTensor(f"{entry.name}_scales", "uint8", blocks, entry.owners),
+    ]
 
 
 def _fp8_blocks(outputs: int, inputs: int, config: Mapping[str, Any], dtype: str) -> Rows:
