@@ -197,7 +197,7 @@ CODES: dict[str, Code] = {
     ),
     "RDT216": Code(
         "process is of another target",
-        "vLLM decides once in a process which platform it runs on; this process has another one than was asked for.",
+        "Which platform vLLM runs on is decided once in a process; this process has another one than was asked for.",
         "Compile for another target in a process of its own; the command line and `rdtplan.compile` do.",
     ),
     "RDT217": Code(

@@ -227,7 +227,7 @@ def test_unknown_quantization() -> None:
 
 @pytest.mark.slow
 def test_deepseek_v3_small(tmp_path: Path) -> None:
-    """The generator of the full model's inputs, at 4 layers and 16 experts: FP8 blocks, sm90, TP8 and EP8, both models."""
+    """The full model at 4 layers and 16 experts: FP8 blocks, sm90, TP8 and EP8, the model and its draft model."""
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         import deepseek_v3
