@@ -33,7 +33,7 @@ from rdtplan.ir.plan import (
     Routing,
     Waiver,
 )
-from rdtplan.ir.targets import AUTO
+from rdtplan.ir.targets import AUTO, CPU, TARGETS, check_target, may_be_target
 from rdtplan.ir.topology import InferenceTopology, TransferSettings, positions
 from rdtplan.ir.traces import RankTrace
 from rdtplan.passes import run_passes
@@ -120,8 +120,12 @@ def _check_fleet_input(fleet: Fleet) -> None:
     ]
     if s.staging_device not in ("gpu", "host"):
         wrong.append(f"staging_device must be gpu or host, is {s.staging_device!r}")
+    if wrong and not may_be_target(fleet.target):
+        wrong.append(f"target must be one of {', '.join((AUTO, CPU, *TARGETS))}, is {fleet.target!r}")
     if wrong:
         raise InputError("; ".join(wrong), code="RDT108")
+    if not may_be_target(fleet.target):
+        check_target(fleet.target)
 
 
 def assemble(

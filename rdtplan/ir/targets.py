@@ -7,6 +7,8 @@ plan's header names its target, and a worker of another one refuses it.
 
 from __future__ import annotations
 
+import re
+
 from attrs import frozen
 
 from rdtplan.errors import InputError
@@ -54,6 +56,11 @@ def target_name(device_type: str, capability: tuple[int, int] | None) -> str:
     if device_type == "cuda" and capability is not None:
         return f"sm{capability[0]}{capability[1]}"
     return device_type
+
+
+def may_be_target(name: str) -> bool:
+    """Is this the name of a target, or could it be that of a live GPU?"""
+    return name in (AUTO, CPU, *TARGETS) or re.fullmatch(r"sm[7-9]\d|sm1\d\d|rocm|xpu", name) is not None
 
 
 def check_target(name: str) -> None:
