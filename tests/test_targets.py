@@ -122,6 +122,8 @@ def test_compile_in_a_process_of_its_own(tmp_path: Path, outcomes: Callable[[str
     assert plan.compiler.target == "sm90"
     assert plan.identity == outcomes("sm90")["fp8-blocks"]["identity"]
     assert ("tracing worker ranks", 2, 2) in steps
+    loaders = plan.consumers[0].program.provenance.loaders
+    assert len(loaders) > 3 and not [loader for loader in loaders if "vllm/" not in loader], loaders
     path = tmp_path / "fleet.plan"
     rdtplan.save(plan, path)
     load_worker(path, 1, target="sm90")

@@ -132,28 +132,38 @@ class _TritonConfig:
         self.kwargs, self.num_warps, self.num_stages = kwargs, num_warps, num_stages
 
 
+def prefer_cpu() -> None:
+    """Let vLLM take the CPU on a machine without a GPU, also where its CUDA wheel is installed, which then finds no
+    platform by itself."""
+    if "vllm.platforms" not in sys.modules and _files(_EXTENSIONS[0]) and not torch.accelerator.is_available():
+        os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+
+
 def stub_extensions() -> None:
     """An empty module in place of every extension that this machine does not have or cannot load."""
-    home = importlib.util.find_spec("vllm")
-    folders = list(home.submodule_search_locations or ()) if home is not None else []
-    missing = [name for name in _EXTENSIONS if not _loads(folders, name)]
+    missing = [name for name in _EXTENSIONS if not _loads(name)]
     if _EXTENSIONS[0] in missing:
         missing.append(_OF_THE_CPU_WHEEL)
     for name in missing:
         sys.modules[name] = types.ModuleType(name)
 
 
-def _loads(folders: list[str], name: str) -> bool:
-    """Is the extension there, with all the libraries that it needs? Its package is not imported to find out."""
+def _files(name: str) -> list[Path]:
+    """The files of an extension of vLLM, whose package is not imported to find them."""
+    home = importlib.util.find_spec("vllm")
+    folders = (home.submodule_search_locations or ()) if home is not None else ()
     *packages, module = name.split(".")[1:]
-    for folder in folders:
-        for path in Path(folder, *packages).glob(f"{module}*.so"):
-            try:
-                ctypes.CDLL(str(path))
-                return True
-            except OSError:
-                return False
-    return False
+    return [path for folder in folders for path in Path(folder, *packages).glob(f"{module}.*so")]
+
+
+def _loads(name: str) -> bool:
+    """Is the extension there, with all the libraries that it needs?"""
+    try:
+        for path in _files(name):
+            ctypes.CDLL(str(path))
+    except OSError:
+        return False
+    return bool(_files(name))
 
 
 def _define_operators(target: Target) -> None:

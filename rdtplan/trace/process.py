@@ -29,6 +29,7 @@ def trace_for_target(request: TraceRequest, *, jobs: int | None = None, progress
     InputError RDT116 for an unknown target; what the other process raises is raised here.
     """
     if request.target == AUTO or platform.is_here(request.target):
+        platform.prefer_cpu()
         return trace_fleet(request, jobs=jobs, progress=progress)
     check_target(request.target)
     result: FleetTrace | None = None
