@@ -172,7 +172,8 @@ def test_errors_cross_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert died.value.code == "RDT217"
 
 
-def test_a_process_has_one_target() -> None:
+@pytest.mark.parametrize("when", ["late", pytest.param("twice", marks=pytest.mark.slow)])
+def test_a_process_has_one_target(when: str) -> None:
     """Installing another target, or one into a process in which vLLM has chosen already, is refused."""
     code = """
 from rdtplan.errors import TraceError
@@ -193,11 +194,10 @@ else:
     assert platform.live_target() == platform.installed() == "sm80" and platform.is_here("sm80")
     assert refused("sm90") == refused("cpu") == "RDT216"
 """
-    for when in ("late", "twice"):
-        done = subprocess.run(
-            [sys.executable, "-c", code, when], capture_output=True, text=True, cwd=ROOT, env=_environment()
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
+    done = subprocess.run(
+        [sys.executable, "-c", code, when], capture_output=True, text=True, cwd=ROOT, env=_environment()
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_target_names() -> None:
