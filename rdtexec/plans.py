@@ -93,9 +93,18 @@ def load_worker(
     *,
     position: Position | None = None,
     replica: int | None = None,
+    target: str | None = None,
 ) -> WorkerPlan:
-    """Load and verify one worker's plan. `position` and `replica` are where the worker really stands, when it knows."""
+    """Load and verify one worker's plan. `position`, `replica` and `target` are where the worker really stands and what
+    it runs on, when it knows."""
     with PlanFile(path) as file:
+        planned_for = file.field("compiler").target
+        if target is not None and planned_for != target:
+            raise PlanMismatch(
+                f"plan {file.path} was compiled for target {planned_for}, this worker runs on {target}",
+                fix=f"compile it with --target {target}",
+                code="RDT516",
+            )
         consumer = file.consumer(consumer_id)
         for name, planned, actual in (
             ("position", consumer.position, position),

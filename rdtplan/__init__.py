@@ -12,8 +12,8 @@ Importing it costs nothing. Only `compile` needs vLLM and torch; see docs/api.md
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rdtplan.inputs.owners import OwnerRule
@@ -53,12 +53,17 @@ def save(plan: FleetPlan, path: Path) -> str:
 
 
 def check(
-    plan: FleetPlan | Path, model: Path | None = None, manifest: Path | Iterable[SourceTensor] | None = None
+    plan: FleetPlan | Path,
+    model: Path | None = None,
+    manifest: Path | Iterable[SourceTensor] | None = None,
+    *,
+    speculative_config: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
     """Everything that is wrong with a plan: digests, structure, completeness. Empty for a sound plan.
 
     With `model`, a config directory, vLLM's loaders are run again and compared with the plan (needs vLLM and
-    torch; TraceError when they do not run); `manifest` is compared with the sources that the plan has.
+    torch; TraceError when they do not run), with `speculative_config` when the plan has a draft model; `manifest` is
+    compared with the sources that the plan has.
     Findings that the plan's waivers accept are among them; `rdtplan.verify.waived` tells.
     """
     from rdtplan.inputs.manifests import read_manifest
@@ -73,7 +78,7 @@ def check(
     if model is not None and not any(f.code in ("RDT330", "RDT331") for f in findings):
         from rdtplan.compiler import recompile
 
-        findings += check_loaders(whole, recompile(whole, model))
+        findings += check_loaders(whole, recompile(whole, model, speculative=speculative_config))
     return findings
 
 
@@ -111,7 +116,8 @@ def compile(
     settings: TransferSettings | None = None,
     dtype: str = "auto",
     quantization: str | None = None,
-    target: str = "cpu",
+    speculative_config: Mapping[str, Any] | None = None,
+    target: str = "auto",
     waivers: Sequence[Waiver] = (),
     jobs: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -120,8 +126,9 @@ def compile(
 
     `manifest` is a checkpoint directory, a safetensors file or index, a JSON manifest, or source tensors; without it
     the names come from the config. `owners` is an owners file or its rules; without it every trainer rank holds
-    everything. The sizes are those of one engine, of which there are `replicas`. `jobs` tracing processes run at once;
-    `progress(stage, done, total)` is called as it goes on.
+    everything. The sizes are those of one engine, of which there are `replicas`. `target` is the workers'
+    platform (`cpu`, `sm80`, `sm90`, ...; `auto`: that of this machine), and `speculative_config` is vLLM's, when they
+    hold a draft model too. `jobs` tracing processes run at once; `progress(stage, done, total)` is called meanwhile.
 
     InputError, TraceError or PlanError when there is no such plan; a plan that is returned is complete.
     """
@@ -148,5 +155,12 @@ def compile(
         waivers=tuple(waivers),
     )
     return compile_plan(
-        config_dir, entries, fleet, dtype=dtype, quantization=quantization, jobs=jobs, progress=progress
+        config_dir,
+        entries,
+        fleet,
+        dtype=dtype,
+        quantization=quantization,
+        speculative=speculative_config,
+        jobs=jobs,
+        progress=progress,
     )

@@ -52,9 +52,20 @@ def main() -> None:
     type=click.Path(path_type=Path),
     help="TOML file: which ranks own which names. Default: every rank owns everything.",
 )
-@click.option("--target", default="cpu", show_default=True, help="Platform that the workers run on.")
+@click.option(
+    "--target",
+    default="auto",
+    show_default=True,
+    metavar="TARGET",
+    help="Platform that the workers run on: cpu, sm80, sm89, sm90, sm100, or auto for that of this machine.",
+)
 @click.option("--dtype", default="auto", show_default=True, help="Model dtype, as vLLM takes it.")
-@click.option("--quantization", help="Quantization method, as vLLM takes it.")
+@click.option("--quantization", help="Quantization method, as vLLM takes it; fp8 quantizes BF16 weights online.")
+@click.option(
+    "--speculative-config",
+    metavar="JSON",
+    help="As vLLM takes it: the plan then covers the draft model too.",
+)
 @click.option("--max-chunk-mb", default=0.0, help="Largest packed chunk, MiB; 0 means no limit.")
 @click.option("--num-rdt-buffers", default=2, show_default=True, help="K: receive slots a lane.")
 @click.option("--stages-in-flight", default=1, show_default=True, help="S: streams pulled at once.")
@@ -108,6 +119,7 @@ def compile(config_dir: Path, manifest_path: Path | None, output: Path, **option
             fleet,
             dtype=options["dtype"],
             quantization=options["quantization"],
+            speculative=_speculative(options["speculative_config"]),
             jobs=options["jobs"],
             progress=progress,
         )
@@ -120,6 +132,21 @@ def compile(config_dir: Path, manifest_path: Path | None, output: Path, **option
     )
     for note in plan.notes:
         click.echo(f"note: {note}")
+
+
+def _speculative(text: str | None) -> dict[str, Any] | None:
+    """vLLM's speculative config as an object."""
+    import json
+
+    if text is None:
+        return None
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"--speculative-config is not JSON: {error}", code="RDT117") from None
+    if not isinstance(config, dict):
+        raise InputError(f"--speculative-config must be a JSON object, is {text}", code="RDT117")
+    return config
 
 
 def _waiver(text: str) -> Any:
@@ -148,9 +175,21 @@ def _waiver(text: str) -> Any:
     type=click.Path(path_type=Path),
     help="JSON manifest, safetensors file, index or checkpoint directory: its names must be those of PLAN.",
 )
+@click.option(
+    "--speculative-config",
+    metavar="JSON",
+    help="With --model: as PLAN was compiled with it, when it has a draft model.",
+)
 @click.option("--jobs", type=int, help="Tracing processes. Default: cores, at most 4.")
 @click.option("--json", "as_json", is_flag=True, help="JSON for machines.")
-def verify(plan: Path, config_dir: Path | None, manifest_path: Path | None, jobs: int | None, as_json: bool) -> None:
+def verify(
+    plan: Path,
+    config_dir: Path | None,
+    manifest_path: Path | None,
+    speculative_config: str | None,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
     """Check PLAN whole: seal, digests, structure, completeness, and with --model that it is what vLLM would load.
 
     Exits 1 when anything is wrong.
@@ -175,7 +214,9 @@ def verify(plan: Path, config_dir: Path | None, manifest_path: Path | None, jobs
 
         read_config(config_dir)
         with progress_bar() as progress:
-            fresh = recompile(fleet, config_dir, jobs=jobs, progress=progress)
+            fresh = recompile(
+                fleet, config_dir, speculative=_speculative(speculative_config), jobs=jobs, progress=progress
+            )
         findings += check_loaders(fleet, fresh)
     open_findings = [f for f in findings if f.severity == "error" and not waived(f, fleet.waivers)]
     if as_json:

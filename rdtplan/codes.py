@@ -112,6 +112,26 @@ CODES: dict[str, Code] = {
         "The address that a trainer rank is to listen at is taken, or is not of this machine.",
         "Give an address of this machine that is free; port 0 takes any.",
     ),
+    "RDT116": Code(
+        "unknown target",
+        "The platform that was named as target is none that plans can be compiled for.",
+        "Name one of those that the message lists, or `auto` for the platform of this machine.",
+    ),
+    "RDT117": Code(
+        "bad speculative config",
+        "The speculative config is no JSON object.",
+        'Give what `vllm serve --speculative-config` takes, `{"method": "mtp", "num_speculative_tokens": 1}` say.',
+    ),
+    "RDT118": Code(
+        "unknown names of a quantized checkpoint",
+        "A manifest was to be made from the config alone, and what this quantization method stores is not known.",
+        "Give a checkpoint directory or a JSON manifest; a plan can be compiled from either.",
+    ),
+    "RDT119": Code(
+        "update of the draft model alone",
+        "One update writes the model and the draft model; a session for the draft model only shows it to the engine.",
+        "Call start_weight_update, as without a draft model.",
+    ),
     # -- dry run -----------------------------------------------------------------------------------------------
     "RDT200": Code(
         "loader cannot be compiled",
@@ -174,6 +194,21 @@ CODES: dict[str, Code] = {
         "model cannot be built",
         "One of the simulated ranks cannot be built by vLLM.",
         "Make the sizes in config.json fit the parallel layout.",
+    ),
+    "RDT216": Code(
+        "process is of another target",
+        "Which platform vLLM runs on is decided once in a process; this process has another one than was asked for.",
+        "Compile for another target in a process of its own; the command line and `rdtplan.compile` do.",
+    ),
+    "RDT217": Code(
+        "tracing process failed",
+        "The process that traces for another target than this machine's ended without a trace.",
+        "Read what it wrote on standard error; a process that was killed for memory leaves nothing.",
+    ),
+    "RDT218": Code(
+        "draft model cannot be compiled",
+        "Speculative decoding by this method makes its draft model in a way that the dry run does not know.",
+        "Compile without --speculative-config; the draft model then keeps the weights that it started with.",
     ),
     "RDT230": Code(
         "write out of sight",
@@ -372,6 +407,24 @@ CODES: dict[str, Code] = {
         "trainer ranks hold different plans",
         "The ranks of one trainer compared the identities of their plans, and one differs.",
         "Give every rank the same plan file.",
+    ),
+    "RDT516": Code(
+        "plan for another platform",
+        "The plan was compiled for another target than the platform that this worker runs on; its parameters may be "
+        "others.",
+        "Compile with --target for the platform that runs; the message names both.",
+    ),
+    "RDT517": Code(
+        "draft model not in the plan",
+        "The worker holds a draft model that the plan does not write, or the plan writes one that the worker does not "
+        "have.",
+        "Compile with --speculative-config as the workers run; keep_draft_model=true leaves the draft model as it is.",
+    ),
+    "RDT518": Code(
+        "draft model not shown",
+        "The plan writes the draft model, and vLLM has not handed it to the engine yet.",
+        "Call start_draft_weight_update and finish_weight_update once before the init; RdtExecTrainer does where its "
+        "client can.",
     ),
     # -- transfer ----------------------------------------------------------------------------------------------
     "RDT600": Code(

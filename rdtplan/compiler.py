@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from attrs import evolve, field, frozen
 
 from rdtplan import __version__
 from rdtplan.errors import InputError
+from rdtplan.expected import expected
 from rdtplan.inputs.owners import OwnerRule, resolve_owners, resolve_pieces
 from rdtplan.ir.digests import (
     consumer_digest,
@@ -31,6 +33,7 @@ from rdtplan.ir.plan import (
     Routing,
     Waiver,
 )
+from rdtplan.ir.targets import AUTO, CPU, TARGETS, check_target, may_be_target
 from rdtplan.ir.topology import InferenceTopology, TransferSettings, positions
 from rdtplan.ir.traces import RankTrace
 from rdtplan.passes import run_passes
@@ -46,7 +49,8 @@ class Fleet:
     trainer_ranks: int = 1
     owner_rules: tuple[OwnerRule, ...] | None = None
     settings: TransferSettings = field(factory=TransferSettings)
-    target: str = "cpu"
+    target: str = AUTO
+    """What the workers run on (`rdtplan.ir.targets`)."""
     waivers: tuple[Waiver, ...] = ()
 
 
@@ -61,27 +65,40 @@ def compile_plan(
     *,
     dtype: str = "auto",
     quantization: str | None = None,
+    speculative: Mapping[str, Any] | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> FleetPlan:
     """Compile the plan of a whole fleet from a Hugging Face config directory and the trainer's manifest.
 
-    Needs vLLM and torch, no GPU. Raises InputError, TraceError or PlanError; a returned plan is complete.
+    `speculative` is vLLM's speculative config, when the workers hold a draft model too. Needs vLLM and torch, no GPU.
+    Raises InputError, TraceError or PlanError; a returned plan is complete.
     """
-    return _compile(assemble, config_dir, entries, fleet, dtype, quantization, jobs, progress)
+    return _compile(assemble, config_dir, entries, fleet, dtype, quantization, speculative, jobs, progress)
 
 
 def recompile(
     plan: FleetPlan,
     config_dir: str | os.PathLike[str],
     *,
+    speculative: Mapping[str, Any] | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> FleetPlan:
     """What the loaders of the installed vLLM make of the inputs that a plan was compiled from; not verified.
 
-    The plan says all of them but the config. Raises InputError, TraceError, or PlanError where the passes find no plan.
+    The plan says all of them but the configs. Raises InputError, TraceError, or PlanError where the passes find no plan.
     """
+    from rdtplan.trace.watch import DRAFT
+
+    drafted = any(m.startswith(DRAFT) for c in plan.consumers[:1] for m in c.program.parameters.module_names)
+    if drafted != (speculative is not None):
+        has, given = ("a draft model", "none is") if drafted else ("no draft model", "one is")
+        raise InputError(
+            f"the plan writes {has}, and {given} given to compare with",
+            fix="give --speculative-config as the plan was compiled with it",
+            code="RDT117",
+        )
     fleet = Fleet(
         topology=plan.topology,
         trainer_ranks=plan.ownership.ranks,
@@ -90,7 +107,9 @@ def recompile(
         waivers=plan.waivers,
     )
     entries = whole_entries(plan.manifest, plan.ownership)
-    return _compile(plan_of, config_dir, entries, fleet, plan.model.dtype, plan.model.quantization, jobs, progress)
+    return _compile(
+        plan_of, config_dir, entries, fleet, plan.model.dtype, plan.model.quantization, speculative, jobs, progress
+    )
 
 
 def _compile(
@@ -100,25 +119,34 @@ def _compile(
     fleet: Fleet,
     dtype: str,
     quantization: str | None,
+    speculative: Mapping[str, Any] | None,
     jobs: int | None,
     progress: Progress | None,
 ) -> FleetPlan:
     """Trace every worker rank and hand what was found to `finish`."""
-    import torch
-
-    from rdtplan.trace.dry_run import TraceRequest, trace_fleet
+    from rdtplan.trace.dry_run import TraceRequest
+    from rdtplan.trace.process import trace_for_target
 
     _check_fleet_input(fleet)
     manifest = build_manifest(entries)
     owners = resolve_owners(list(entries), fleet.owner_rules, fleet.trainer_ranks)
     pieces = resolve_pieces(list(entries), fleet.owner_rules, fleet.trainer_ranks)
-    request = TraceRequest(str(config_dir), manifest, fleet.topology, dtype, quantization)
+    request = TraceRequest(str(config_dir), manifest, fleet.topology, dtype, quantization, fleet.target, speculative)
     report = None if progress is None else (lambda done, total: progress("tracing worker ranks", done, total))
-    traces, trace_of, model = trace_fleet(request, jobs=jobs, progress=report)
-    import vllm
-
-    compiler = Compiler(__version__, vllm.__version__, torch.__version__.split("+")[0], fleet.target)
-    return finish(manifest, owners, traces, trace_of, fleet, model, compiler, progress, pieces=pieces)
+    found = trace_for_target(request, jobs=jobs, progress=report)
+    ours = expected(manifest, found.traces, found.config, speculative=speculative is not None)
+    plan = finish(
+        manifest,
+        owners,
+        found.traces,
+        found.trace_of,
+        evolve(fleet, waivers=(*fleet.waivers, *(w for w in ours.waivers if w not in fleet.waivers))),
+        found.model,
+        Compiler(__version__, found.vllm, found.torch, found.target),
+        progress,
+        pieces=pieces,
+    )
+    return evolve(plan, notes=(*plan.notes, *ours.notes))
 
 
 def _check_fleet_input(fleet: Fleet) -> None:
@@ -142,10 +170,12 @@ def _check_fleet_input(fleet: Fleet) -> None:
     ]
     if s.staging_device not in ("gpu", "host"):
         wrong.append(f"staging_device must be gpu or host, is {s.staging_device!r}")
-    if fleet.target != "cpu":
-        wrong.append(f"target must be cpu (this version compiles for no other), is {fleet.target!r}")
+    if wrong and not may_be_target(fleet.target):
+        wrong.append(f"target must be one of {', '.join((AUTO, CPU, *TARGETS))}, is {fleet.target!r}")
     if wrong:
         raise InputError("; ".join(wrong), code="RDT108")
+    if not may_be_target(fleet.target):
+        check_target(fleet.target)
 
 
 def assemble(
@@ -211,9 +241,10 @@ def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
     assert draft.chunks is not None and draft.lifetimes is not None
     touched = {*trace.fetches.parameters, *trace.fills.parameters, *trace.operations.parameters}
     untouched = dict(zip(trace.untouched, trace.untouched_reasons or ("",) * len(trace.untouched), strict=True))
+    untouched |= dict(zip(trace.kept, trace.kept_reasons, strict=True))
     for k, name in enumerate(trace.parameters.names):
         accepted = [w.pattern for w in waivers if w.code == "RDT310" and fnmatchcase(name, w.pattern)]
-        if k not in touched and accepted:
+        if k not in touched and accepted and name not in untouched:
             untouched[name] = f"accepted: --waive RDT310:{accepted[0]}"
     names = tuple(sorted(untouched, key=lambda name: not untouched[name].startswith("accepted")))
     return Program(

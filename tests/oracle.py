@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from rdtexec.destination import Destination
 from rdtexec.plans import chunk_keys
@@ -23,9 +23,12 @@ from rdtplan.inputs.manifests import from_json
 from rdtplan.ir.manifest import Manifest, SourceTensor, build_manifest
 from rdtplan.ir.plan import Compiler, FleetPlan, ModelIdentity, Program
 from rdtplan.ir.topology import InferenceTopology, Position
+from rdtplan.trace.draft import Draft, draft_of
 from rdtplan.trace.dry_run import trace_model
-from rdtplan.trace.model import build_model, engine_config
+from rdtplan.trace.model import ZEROED, build_model, engine_config
+from rdtplan.trace.platform import without_devices
 from rdtplan.trace.ranks import simulated_rank
+from rdtplan.trace.watch import together
 
 CORPUS = Path(__file__).parent / "corpus"
 STOCK_POISON, PLAN_POISON, GAP_POISON = 0xA5, 0x5A, 0xEE
@@ -86,17 +89,34 @@ class Rank:
     config_dir: Path
     topology: InferenceTopology
     position: Position
+    arguments: dict[str, Any] = field(factory=dict)
+    """More engine arguments: dtype, quantization, speculative."""
 
     @contextlib.contextmanager
     def model(self, *, meta: bool = False) -> Iterator[torch.nn.Module]:
         """Its model in checkpoint format, nothing loaded; the rank is simulated inside the context."""
-        config = engine_config(self.config_dir, self.topology, self.position)
+        config = engine_config(self.config_dir, self.topology, self.position, **self.arguments)
         with simulated_rank(config, self.topology, self.position):
             from vllm.config import set_current_vllm_config
 
             model = build_model(config, meta=meta)
-            with set_current_vllm_config(config):
-                yield model
+            draft = draft_of(config, self.position, meta=meta)
+            with set_current_vllm_config(config), without_devices():
+                yield model if draft is None else _with_draft(model, draft)
+
+
+def _with_draft(model: torch.nn.Module, draft: Draft) -> torch.nn.Module:
+    """Both as one, as a worker holds them: loaded one after the other, and sharing since."""
+    both: Any = together(model, draft.model)
+    both.share_draft = lambda: draft.share(model)
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        given = list(weights)
+        draft.load(model, lambda: iter(given))
+        draft.share(model)
+
+    both.load_weights = load_weights
+    return both  # type: ignore[no-any-return]
 
 
 # -- the two loads -------------------------------------------------------------------------------------------
@@ -123,8 +143,14 @@ def planned_load(rank: Rank, program: Program, manifest: Manifest, sources: Sour
 
 
 def load_stock(model: torch.nn.Module, sources: Sources) -> None:
-    """Poison `model` and load it by its `load_weights`. Copies go in: no loader can spoil the sources."""
+    """Poison `model` and load it by its `load_weights`. Copies go in: no loader can spoil the sources.
+
+    What a layer made of zeros is zero again before: its padding stays so.
+    """
     poison(model, STOCK_POISON)
+    for parameter in model.parameters():
+        if getattr(parameter, ZEROED, False):
+            parameter.data.zero_()
     with torch.no_grad():
         model.load_weights((name, tensor.clone()) for name, tensor in sources.items())
 
@@ -133,6 +159,8 @@ def load_planned(model: torch.nn.Module, program: Program, manifest: Manifest, s
     """Poison `model` and execute `program` on it: constants before a module's first chunk, then copies, and local
     operations after its last chunk."""
     poison(model, PLAN_POISON)
+    if hasattr(model, "share_draft"):
+        model.share_draft()
     destination = Destination(model, program)
     first_touched: dict[int, list[int]] = {}
     last_touched: dict[int, list[int]] = {}

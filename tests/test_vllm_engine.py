@@ -44,6 +44,7 @@ def check_lifecycle(lifecycle: dict[str, Any]) -> None:
         "another model's plan": "RDT501",
         "another model's plan, at first": "RDT501",
         "another layout's plan": "RDT502",
+        "another platform's plan": "RDT516",
         "no such plan": "RDT401",
         "wrong key": "RDT604",
         "wrong transport": "RDT608",

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 from safetensors.torch import load_file, save_file
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
@@ -55,6 +56,17 @@ def compile_plan(checkpoint: Path, output: Path, *options: str) -> str:
 
     arguments = ["compile", str(checkpoint), "--manifest", str(checkpoint), "-o", str(output), "--jobs", "1", *options]
     assert not main(arguments, standalone_mode=False), f"no plan for {checkpoint}"
+    return str(output)
+
+
+def for_target(plan: str, output: Path, target: str) -> str:
+    """The same plan with another target in its header: parameters that fit do not make it one for this platform."""
+    import rdtplan
+    from rdtplan.ir.digests import fleet_identity
+
+    loaded = rdtplan.load(plan)
+    changed = evolve(loaded, compiler=evolve(loaded.compiler, target=target))
+    rdtplan.save(evolve(changed, identity=fleet_identity(changed)), output)
     return str(output)
 
 
@@ -193,6 +205,7 @@ class Trial:
             other = write_checkpoint("LlamaForCausalLM@headbias", directory / "other", 1)
             self.wrong_model = compile_plan(other, directory / "other.plan")
             self.wrong_layout = compile_plan(self.checkpoints["A"], directory / "tp2.plan", "--tp", "2")
+            self.wrong_target = for_target(self.plan, directory / "sm90.plan", "sm90")
 
     def start(self) -> None:
         """Run the fresh engines, then start the one to be synced."""
@@ -297,6 +310,7 @@ def try_lifecycle(trial: Trial) -> dict[str, Any]:
     attempts: dict[str, Callable[[], Any]] = {
         "another model's plan": lambda: init(plan=trial.wrong_model),
         "another layout's plan": lambda: init(plan=trial.wrong_layout),
+        "another platform's plan": lambda: init(plan=trial.wrong_target),
         "no such plan": lambda: init(plan=str(trial.directory / "none.plan")),
         "wrong key": lambda: init(authkey="00" * 32),
         "wrong transport": lambda: init(transport="nixl"),

@@ -38,6 +38,10 @@ class ReplicaClient:
         count = len(self.clients)
         self._all(lambda i, c: c.init_weight_transfer_engine({**init_info, "replica_rank": i, "num_replicas": count}))
 
+    def start_draft_weight_update(self) -> None:
+        """Let every replica show its draft model."""
+        self._all(lambda _, c: c.start_draft_weight_update())  # type: ignore[attr-defined]
+
     def start_weight_update(self) -> None:
         """Start everywhere or nowhere: where it began although another replica failed, it is ended again."""
         started: set[int] = set()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -27,9 +28,11 @@ from rdtexec.control import Address, fetch_plan
 from rdtexec.plans import WorkerPlan, load_worker
 from rdtexec.reports import LOG, Observer, SyncReport
 from rdtexec.transport import SETTINGS
+from rdtexec.vllm.live import live_target
 from rdtexec.vllm.reload import LayerwiseDestination
 from rdtplan.errors import InputError, PlanMismatch, TransferError
 from rdtplan.ir.topology import InferenceTopology, Position
+from rdtplan.trace.watch import DRAFT, has_draft_model, together
 
 _DIGEST = re.compile("[0-9a-f]{12,64}")
 
@@ -53,6 +56,9 @@ class RdtExecInitInfo(WeightTransferInitInfo):
     """Workers of the whole fleet; 0: infer from the parallel config and `num_replicas`."""
     stall_timeout_s: float = 300.0
     connect_timeout_s: float = 60.0
+    keep_draft_model: bool = False
+    """Accept a plan that leaves the draft model out: it keeps the weights that it started with, and proposes worse and
+    worse tokens."""
     repair_reload: bool = False
     """Run the post-processing step that vLLM skips when it reloads unquantized experts."""
     checksums: str = "off"
@@ -78,8 +84,11 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
 
     init_info_cls = RdtExecInitInfo
     update_info_cls = RdtExecUpdateInfo
-    supports_draft_weight_update = False
+    supports_draft_weight_update = True
+    """One update writes both models; vLLM's session for the draft model is how a worker gets to know it."""
 
+    _draft: torch.nn.Module | None = None
+    """The draft model, once vLLM has shown it."""
     _consumer: Consumer | None = None
     _destination: LayerwiseDestination | None = None
     _info: RdtExecInitInfo | None = None
@@ -92,8 +101,12 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         """Load, verify, connect; InputError, PlanMismatch or TransferError, and then nothing has changed."""
         self._check(init_info)
         plan = self._load_plan(init_info)
+        model = self._default_model
+        if self._check_draft(init_info, plan):
+            assert self._draft is not None
+            model = together(model, self._draft)
         destination = LayerwiseDestination(
-            self.model, self.vllm_config, plan.consumer.program, repair_reload=init_info.repair_reload
+            model, self.vllm_config, plan.consumer.program, repair_reload=init_info.repair_reload
         )
         self._connect(init_info, plan, destination)
 
@@ -148,6 +161,42 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
             known = ", ".join(f.name for f in fields(info))
             raise InputError("init info: " + "; ".join(wrong), fix=f"settings are {known}", code="RDT111")
 
+    def _check_draft(self, info: RdtExecInitInfo, plan: WorkerPlan) -> bool:
+        """Does the plan write the draft model too? PlanMismatch when it should and does not, or cannot."""
+        planned = any(name.startswith(DRAFT) for name in plan.consumer.program.parameters.names)
+        held = has_draft_model(self.vllm_config, self._position().pp)
+        if planned and not held:
+            raise PlanMismatch(
+                "the plan writes a draft model, and this worker runs without speculative decoding",
+                fix="compile without --speculative-config, or start the workers with one",
+                code="RDT517",
+            )
+        if held and not planned and not info.keep_draft_model:
+            method = self.vllm_config.speculative_config.method
+            raise PlanMismatch(
+                f"this worker holds a draft model (method {method!r}) that the plan does not write: "
+                "the draft model would keep old weights, those that it started with",
+                fix="compile with --speculative-config, or accept it with keep_draft_model=true in the init info",
+                code="RDT517",
+            )
+        if planned and self._draft is None:
+            raise PlanMismatch(
+                "the plan writes the draft model, which vLLM has not shown to this engine",
+                fix="before init_weight_transfer_engine call start_draft_weight_update and finish_weight_update once",
+                code="RDT518",
+            )
+        return planned
+
+    def set_weight_update_target(self, model: torch.nn.Module, model_config: Any) -> None:
+        """vLLM shows the draft model: the update that now begins and ends is for that alone."""
+        super().set_weight_update_target(model, model_config)
+        self._draft = model
+
+    @property
+    def _is_shown(self) -> bool:
+        """Is this vLLM's session for the draft model?"""
+        return self.model is not self._default_model
+
     def _topology(self) -> InferenceTopology:
         p = self.parallel_config
         return InferenceTopology(
@@ -172,7 +221,8 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
                 producers = _producers(info)
                 address, authkey = producers[min(producers)], bytes.fromhex(info.authkey)
                 path.write_bytes(fetch_plan(address, authkey=authkey, timeout_s=info.connect_timeout_s))
-            plan = load_worker(path, consumer_id, position=position, replica=info.replica_rank)
+            target = live_target()
+            plan = load_worker(path, consumer_id, position=position, replica=info.replica_rank, target=target)
         if digest and not plan.identity.startswith(digest):
             raise PlanMismatch(
                 f"this worker was told to run plan {digest}, the producers have {plan.identity}",
@@ -195,6 +245,8 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Put the model into checkpoint format; after a failed sync connect anew first."""
+        if self._is_shown:
+            return
         consumer, destination = self._active()
         if consumer.failed:
             assert self._info is not None
@@ -213,6 +265,12 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
 
         A sync that is refused before anything moved leaves the model serving from the weights it had.
         """
+        if self._is_shown:
+            raise InputError(
+                "the draft model is written by the update of the model, and not by one of its own",
+                fix="call start_weight_update",
+                code="RDT119",
+            )
         consumer, destination = self._active()
         try:
             self.last_report = consumer.sync(update_info.sync_idx)
@@ -228,6 +286,8 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         An update in which no sync was done leaves the weights as they were.
         TransferError RDT605 after a failed sync: finishing it would serve a mixture of old and new weights.
         """
+        if self._is_shown:
+            return
         consumer, destination = self._active()
         if consumer.failed:
             raise TransferError(

@@ -74,8 +74,9 @@ class LayerwiseDestination(Destination):
         self._attention = [module for module in model.modules() if is_deferred_attention_layer(module)]
 
     def _check_modules(self) -> None:
-        for name, module in zip(self.program.parameters.module_names, self._modules, strict=True):
-            if is_deferred_attention_layer(module):
+        written = set(self.program.lifetimes.module)
+        for k, (name, module) in enumerate(zip(self.program.parameters.module_names, self._modules, strict=True)):
+            if k in written and is_deferred_attention_layer(module):
                 raise PlanMismatch(
                     f"the plan writes attention module {name!r}, whose scales vLLM loads outside of layerwise reload",
                     fix="compile from a checkpoint without KV-cache scales",

@@ -28,9 +28,11 @@ from rdtexec.ranks import Ranks
 from rdtexec.reports import Observer, ProducerReport
 from rdtexec.transport import SETTINGS
 from rdtexec.vllm.clients import ReplicaClient
+from rdtexec.vllm.live import live_target
 from rdtplan.errors import InputError, PlanMismatch, TransferError
 from rdtplan.inputs.manifests import from_weight_source, to_json
 from rdtplan.ir.manifest import SourceTensor
+from rdtplan.trace.watch import DRAFT
 
 
 @dataclass
@@ -45,7 +47,7 @@ class RdtExecTrainerInitInfo(TrainerInitInfo):
     """Model directory that the workers serve (its config is read); only for compiling at init."""
     compile_options: tuple[str, ...] = ()
     """Options of `rdtplan compile` for compiling at init: `--tp 2 --ep` and so on. Trainer ranks and the manifest are
-    taken from the trainer itself."""
+    taken from the trainer itself, and so is the target unless `--target` is among them."""
     transport: str = "auto"
     """`local`, `nixl`, `ray_rdt`, or `auto`: for each worker local on one node, nixl otherwise."""
     address: str | tuple[str, int] | None = None
@@ -170,6 +172,8 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
             ranks.connect(next(member[3] for member in everyone if member[0] == 0))
             payload = _worker_payload(init_info, plan, authkey, {member[0]: member[2] for member in everyone})
             if init_info.is_sender:
+                if writes_draft_model(plan):
+                    show_draft_model(client)
                 client.init_weight_transfer_engine(payload)
             undo.pop_all()
         return cls(init_info, client, source, producer, ranks, payload)
@@ -261,6 +265,25 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         """Stop serving."""
         self._ranks.close()
         self._producer.close()
+
+
+def writes_draft_model(plan: TrainerPlan) -> bool:
+    """Does any worker of the plan have a draft model written?"""
+    programs = {id(c.program): c.program for c in plan.consumers.values()}
+    return any(name.startswith(DRAFT) for program in programs.values() for name in program.parameters.names)
+
+
+def show_draft_model(client: Any) -> None:
+    """Have vLLM hand the draft model to every worker; InputError RDT111 for a client that cannot ask for it."""
+    if not hasattr(client, "start_draft_weight_update"):
+        raise InputError(
+            f"the plan writes a draft model, and client {type(client).__name__} has no start_draft_weight_update",
+            fix="give the client that method (vLLM serves it at /start_draft_weight_update), or compile without "
+            "--speculative-config",
+            code="RDT111",
+        )
+    client.start_draft_weight_update()
+    client.finish_weight_update()
 
 
 def _sorted(live: Collection[int] | None) -> list[int] | None:
@@ -369,6 +392,8 @@ def _plan_path(init_info: RdtExecTrainerInitInfo, source: WeightSource, scratch:
         ranks = str(torch.distributed.get_world_size() if _distributed() else 1)
         command = [sys.executable, "-m", "rdtplan.cli", "compile", init_info.model, "--manifest", str(manifest)]
         command += ["--trainer-ranks", ranks, "-o", str(path), *init_info.compile_options]
+        if not any(option.partition("=")[0] == "--target" for option in init_info.compile_options):
+            command += ["--target", live_target()]
         for name in _PLANNED:
             if getattr(init_info, name) is not None:
                 command += ["--" + name.replace("_", "-"), str(getattr(init_info, name))]

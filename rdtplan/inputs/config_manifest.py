@@ -11,11 +11,15 @@ from typing import Any
 
 from rdtplan.errors import InputError
 from rdtplan.inputs.manifests import _natural_order
+from rdtplan.inputs.quantized import quantized
 from rdtplan.ir.manifest import SourceTensor
 
 
 def manifest_from_config(config_dir: str | os.PathLike[str]) -> list[SourceTensor]:
-    """Entries for the model of `config_dir`. InputError RDT109 when transformers does not know it."""
+    """Entries for the model of `config_dir`, quantized as its config says.
+
+    InputError RDT109 when transformers does not know the model, RDT118 when its quantization's names are not known.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import torch
@@ -29,6 +33,7 @@ def manifest_from_config(config_dir: str | os.PathLike[str]) -> list[SourceTenso
     try:
         config = AutoConfig.from_pretrained(str(config_dir))
         dtype = getattr(config, "dtype", None) or torch.bfloat16
+        method = vars(config).pop("quantization_config", None)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
         state = _checkpoint_names(model)
@@ -44,6 +49,8 @@ def manifest_from_config(config_dir: str | os.PathLike[str]) -> list[SourceTenso
         for name, t in state.items()
         if name not in tied
     ]
+    if method is not None:
+        entries = quantized(entries, method if isinstance(method, dict) else method.to_dict())
     return _natural_order(entries)
 
 

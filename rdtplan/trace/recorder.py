@@ -46,7 +46,7 @@ from rdtplan.errors import TraceError
 from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.operations import Expression, flaw
 from rdtplan.ir.regions import Region, canonical, overlap
-from rdtplan.trace import values
+from rdtplan.trace import platform, values
 from rdtplan.trace.lowering import CONVERSIONS, CREATORS, IN_PLACE, LOWER, created
 from rdtplan.trace.values import Value, flat_region
 from rdtplan.trace.watch import Watched
@@ -985,8 +985,11 @@ def place(code: CodeType, line: int) -> str:
 
 
 def is_machinery(code: CodeType) -> bool:
-    """True for torch's code and this file's: not where a loader did what it did."""
-    return "/torch/" in code.co_filename or code.co_filename == __file__
+    """True for torch's code and ours around a load: not where a loader did what it did."""
+    return "/torch/" in code.co_filename or code.co_filename in _OURS
+
+
+_OURS = (__file__, platform.__file__)
 
 
 @functools.cache

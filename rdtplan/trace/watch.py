@@ -1,10 +1,16 @@
-"""The watched set: every parameter and buffer of a model, by storage."""
+"""The watched set: every parameter and buffer of all models that a worker holds, by storage."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from rdtplan.errors import TraceError
 from rdtplan.ir.traces import Parameters
+
+DRAFT = "draft."
+"""Prefix of a draft model's parameters, and of its source names unless it loads from the model's checkpoint."""
 
 
 class Watched:
@@ -24,10 +30,19 @@ class Watched:
         """Storage offset of the tensor, elements; regions are relative to it."""
         self.kinds: list[str] = []
         self.aliases: list[list[str]] = []
+        self.gone: set[int] = set()
+        """Rows whose memory the model gave up since, for that of another row."""
         self._passing = {
             f"{path}.{name}".lstrip(".")
             for path, module in model.named_modules(remove_duplicate=False)
             for name in module._non_persistent_buffers_set
+        }
+        self._caches = {path for path, module in model.named_modules(remove_duplicate=False) if _scales_cache(module)}
+        self._optional = {
+            f"{path}.{name}"
+            for path, module in model.named_modules(remove_duplicate=False)
+            if hasattr(module, "_loaded_expert_biases")
+            for name in ("w13_bias", "w2_bias")
         }
         self._storages: list[torch.UntypedStorage] = []
         """Held, so that no other storage can get the same address."""
@@ -77,6 +92,24 @@ class Watched:
             return "the model computes it; no checkpoint holds this buffer"
         return "no loader writes this buffer; it keeps what the model made"
 
+    def follow(self, model: torch.nn.Module) -> None:
+        """Take note of what shares memory now, and of what is no longer there."""
+        now = Watched(model)
+        for row, tensor in enumerate(self.tensors):
+            found = now.find(tensor)
+            if found is None:
+                self.gone.add(row)
+            else:
+                self.aliases[row] = now.aliases[found]
+
+    def may_stay(self, row: int) -> str | None:
+        """Why a parameter that no loader writes needs no writing; None when it does."""
+        if self.names[row].rpartition(".")[0] in self._caches:
+            return "vLLM sets the scales of a KV cache by itself where the checkpoint has none"
+        if self.names[row] in self._optional:
+            return "vLLM drops the biases of experts where the checkpoint has none"
+        return None
+
     def placed(self) -> dict[str, tuple[int, int]]:
         """Name -> (storage, storage offset): the same before and after a load that replaces no memory."""
         places = zip(self._storages, self.offsets, strict=True)
@@ -88,9 +121,10 @@ class Watched:
         A buffer that no loader writes is the model's own affair (a rotary table, say); it is named, and
         kept out of the geometry that a live model is held to.
         """
-        keep = [k for k, kind in enumerate(self.kinds) if kind == "parameter" or k in touched]
+        held = [k for k in range(len(self.kinds)) if k not in self.gone]
+        keep = [k for k in held if self.kinds[k] == "parameter" or k in touched]
         kept = set(keep)
-        left_out = tuple(name for k, name in enumerate(self.names) if k not in kept)
+        left_out = tuple(self.names[k] for k in held if k not in kept)
         modules: dict[int, int] = {}
         for k in keep:
             modules.setdefault(self.modules[k], len(modules))
@@ -105,6 +139,41 @@ class Watched:
             module_names=tuple(self.module_names[m] for m in modules),
         )
         return table, left_out, {k: i for i, k in enumerate(keep)}
+
+
+def has_draft_model(vllm_config: Any, stage: int) -> bool:
+    """Does a worker of this pipeline stage hold a second model? vLLM has it on the last one.
+
+    An n-gram or suffix drafter has no weights.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in ("ngram", "ngram_gpu", "suffix"):
+        return False
+    return stage == vllm_config.parallel_config.pipeline_parallel_size - 1
+
+
+def together(model: torch.nn.Module, draft: torch.nn.Module) -> torch.nn.Module:
+    """All that a worker holds as one module: the model's names as they are, the draft model's behind `draft.`.
+
+    Neither is changed. TraceError RDT218 for a model that has tensors of its own beside its modules.
+    """
+    if model._parameters or model._buffers or DRAFT.rstrip(".") in model._modules:
+        raise TraceError(
+            f"{type(model).__name__} has tensors beside its modules, or a module called 'draft': "
+            "a draft model cannot be told apart from it",
+            fix="compile without --speculative-config; the draft model then keeps the weights that it started with",
+            code="RDT218",
+        )
+    both = torch.nn.Module()
+    both.__dict__.update({k: v for k, v in vars(model).items() if k not in vars(both)})
+    both._modules = {**model._modules, DRAFT.rstrip("."): draft}
+    return both
+
+
+def _scales_cache(module: torch.nn.Module) -> bool:
+    """Does this module hold parameters for the scales of a KV cache, and nothing else?"""
+    method = getattr(module, "quant_method", None)
+    return any(kind.__name__ == "BaseKVCacheMethod" for kind in type(method).__mro__)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
