@@ -87,7 +87,7 @@ def recompile(
 ) -> FleetPlan:
     """What the loaders of the installed vLLM make of the inputs that a plan was compiled from; not verified.
 
-    The plan says all of them but the configs. Raises InputError, TraceError, or PlanError where the passes find no plan.
+    The plan says all of them but the configs. Raises InputError, TraceError, or PlanError where there is no plan.
     """
     from rdtplan.trace.watch import DRAFT
 
