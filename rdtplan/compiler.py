@@ -72,7 +72,7 @@ def compile_plan(
 
     from rdtplan.trace.dry_run import TraceRequest, trace_fleet
 
-    _check_fleet_input(fleet)
+    check_fleet_input(fleet)
     manifest = build_manifest(entries)
     owners = resolve_owners(list(entries), fleet.owner_rules, fleet.trainer_ranks)
     pieces = resolve_pieces(list(entries), fleet.owner_rules, fleet.trainer_ranks)
@@ -85,7 +85,7 @@ def compile_plan(
     return assemble(manifest, owners, traces, trace_of, fleet, model, compiler, progress, pieces=pieces)
 
 
-def _check_fleet_input(fleet: Fleet) -> None:
+def check_fleet_input(fleet: Fleet) -> None:
     """All wrong settings at once."""
     t, s = fleet.topology, fleet.settings
     wrong = [

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import accumulate
-from typing import Any
 
 import torch
 from attrs import frozen
@@ -21,7 +20,7 @@ from rdtplan.ir.operations import Leaves, Operations
 from rdtplan.ir.plan import ModelIdentity
 from rdtplan.ir.regions import contiguous_stride
 from rdtplan.ir.topology import InferenceTopology, Position, positions
-from rdtplan.ir.traces import Fetches, Fills, Parameters, RankTrace
+from rdtplan.ir.traces import Fetches, Fills, Parameters, RankTrace, distinct_traces
 from rdtplan.trace.model import build_model, engine_config, model_identity
 from rdtplan.trace.ranks import simulated_rank
 from rdtplan.trace.recorder import Operand, Recorder, is_machinery, place
@@ -258,20 +257,8 @@ def trace_fleet(
         results[position] = result
         if progress:
             progress(len(results), len(wanted))
-    ids: dict[Any, int] = {}
-    traces: list[RankTrace] = []
-    trace_of: list[int] = []
-    for p in all_positions:
-        trace = results[Position(0, p.pp, p.tp) if spread else p][0]
-        key = (
-            *(trace.parameters, trace.regions, trace.dtype_table, trace.fetches, trace.fills),
-            *(trace.operations, trace.leaves, trace.expressions),
-        )
-        if key not in ids:
-            ids[key] = len(traces)
-            traces.append(trace)
-        trace_of.append(ids[key])
-    return tuple(traces), tuple(trace_of), results[wanted[0]][1]
+    traces, trace_of = distinct_traces([results[Position(0, p.pp, p.tp) if spread else p][0] for p in all_positions])
+    return traces, trace_of, results[wanted[0]][1]
 
 
 def _run(
