@@ -42,8 +42,8 @@ class RdtExecTrainerInitInfo(TrainerInitInfo):
     backend: ClassVar[str] = "rdtexec"
 
     plan: str = ""
-    """Path of the fleet plan; workers fetch it from rank 0. Empty: it is compiled at init, from the source and from what
-    every worker tells of its live model."""
+    """Path of the fleet plan; workers fetch it from rank 0. Empty: it is compiled at init, from the source and from
+    what every worker tells of its live model."""
     save_plan: str = ""
     """Where rank 0 writes the plan that was compiled at init: the next start can be given it as `plan`."""
     waive: tuple[str, ...] = ()
