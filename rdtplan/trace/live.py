@@ -45,9 +45,12 @@ def trace_worker(vllm_config: Any, manifest: Manifest, position: Position) -> Li
 
     with _put_back():
         own = _config_of_its_own(vllm_config)
-        model = build_model(own, meta=True)
-        with set_current_vllm_config(own):
-            trace = trace_model(model, manifest, position)
+        try:
+            model = build_model(own, meta=True)
+            with set_current_vllm_config(own):
+                trace = trace_model(model, manifest, position)
+        finally:  # layers and configuration know each other: rotary tables, which are real, would wait for a collection
+            own.compilation_config.static_forward_context.clear()
     compiler = Compiler(__version__, vllm.__version__, torch.__version__.split("+")[0], _target())
     return LiveTrace(trace, identity_of(_config_json(own.model_config), own), compiler)
 
