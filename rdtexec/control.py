@@ -27,7 +27,7 @@ MAX_MESSAGE_NBYTES = 16 << 20
 SEND_TIMEOUT_S = 30
 RECEIVE_TIMEOUT_S = 5
 """For the rest of a message that has begun to arrive, and for each step of the handshake with a stranger."""
-PLAN_PIECE_NBYTES = 4 << 20
+PIECE_NBYTES = 4 << 20
 Address = str | tuple[str, int]
 """Path of a Unix socket, or (host, port)."""
 Message = dict[str, Any]
@@ -207,27 +207,36 @@ def _shake_hands(connection: Connection, authkey: bytes, admit: Callable[[Connec
 def fetch_plan(address: Address, *, authkey: bytes, timeout_s: float) -> bytes:
     """The fleet plan file that a producer was made with, as bytes; TransferError when it has none."""
     link = dial(address, "the producer", authkey=authkey, timeout_s=timeout_s)
+
+    def refused(answer: Message | None) -> TransferError:
+        return TransferError(
+            f"{link.peer} at {address} did not send its plan: {(answer or {}).get('reason', 'no answer')}",
+            fix="give the workers the path of the plan",
+            code="RDT608",
+        )
+
     try:
         link.send("plan")
-        found = b""
-        while True:
-            answer = link.receive(timeout_s)
-            if answer is None or answer["kind"] != "plan":
-                raise TransferError(
-                    f"{link.peer} at {address} did not send its plan: {(answer or {}).get('reason', 'no answer')}",
-                    fix="give the workers the path of the plan",
-                    code="RDT608",
-                )
-            found += base64.b64decode(answer["data"])
-            if not answer["more"]:
-                return found
+        return receive_bytes(link, "plan", timeout_s, refused)
     finally:
         link.close()
 
 
-def send_plan(link: Link, data: bytes) -> None:
-    """The other end of `fetch_plan`."""
-    for at in range(0, max(len(data), 1), PLAN_PIECE_NBYTES):
-        piece = data[at : at + PLAN_PIECE_NBYTES]
-        more = at + PLAN_PIECE_NBYTES < len(data)
-        link.send("plan", data=base64.b64encode(piece).decode(), more=more)
+def send_bytes(link: Link, kind: str, data: bytes) -> None:
+    """Send `data`, in as many messages as it takes; `receive_bytes` is the other end."""
+    for at in range(0, max(len(data), 1), PIECE_NBYTES):
+        piece = data[at : at + PIECE_NBYTES]
+        more = at + PIECE_NBYTES < len(data)
+        link.send(kind, data=base64.b64encode(piece).decode(), more=more)
+
+
+def receive_bytes(link: Link, kind: str, timeout_s: float, refused: Callable[[Message | None], Exception]) -> bytes:
+    """What `send_bytes` sent, `timeout_s` for each message; raises `refused` of what came instead, None for nothing."""
+    found = bytearray()
+    while True:
+        answer = link.receive(timeout_s)
+        if answer is None or answer["kind"] != kind:
+            raise refused(answer)
+        found += base64.b64decode(answer["data"])
+        if not answer["more"]:
+            return bytes(found)

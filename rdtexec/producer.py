@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from rdtexec import checksum, payload
-from rdtexec.control import Address, Link, Message, listen, send_plan, stop_welcoming, welcome_forever
+from rdtexec.control import Address, Link, Message, listen, send_bytes, stop_welcoming, welcome_forever
 from rdtexec.destination import strided, typed
 from rdtexec.device import with_index
 from rdtexec.plans import TrainerPlan, chunk_scatters
@@ -478,7 +478,7 @@ class Producer:
             if self._plan_bytes is None:
                 link.send("refused", reason="this producer does not hand out its plan")
             else:
-                send_plan(link, self._plan_bytes)
+                send_bytes(link, "plan", self._plan_bytes)
             return
         cid = message.get("consumer")
         expected = {

@@ -86,6 +86,7 @@ def compile(config_dir: Path, manifest_path: Path | None, output: Path, **option
     from rdtplan.report.progress import progress_bar
     from rdtplan.report.units import human_bytes
     from rdtplan.trace.model import read_config
+    from rdtplan.verify.waivers import parse_waiver
 
     read_config(config_dir)
     if not output.absolute().parent.is_dir():
@@ -110,7 +111,7 @@ def compile(config_dir: Path, manifest_path: Path | None, output: Path, **option
             max_chunk_bytes=round(options["max_chunk_mb"] * (1 << 20)),
         ),
         target=options["target"],
-        waivers=tuple(_waiver(text) for text in options["waive"]),
+        waivers=tuple(map(parse_waiver, options["waive"])),
     )
     with progress_bar() as progress:
         plan = compile_plan(
@@ -147,18 +148,6 @@ def _speculative(text: str | None) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         raise InputError(f"--speculative-config must be a JSON object, is {text}", code="RDT117")
     return config
-
-
-def _waiver(text: str) -> Any:
-    from rdtplan.ir.plan import Waiver
-    from rdtplan.verify.findings import WAIVABLE
-
-    code, _, pattern = text.partition(":")
-    if code not in WAIVABLE or not pattern:
-        raise InputError(
-            f"--waive {text!r}: expected CODE:PATTERN with a code of {', '.join(sorted(WAIVABLE))}", code="RDT108"
-        )
-    return Waiver(code, pattern)
 
 
 @main.command()

@@ -553,6 +553,17 @@ CODES: dict[str, Code] = {
         "A local operation gave another element type or shape on this worker than the plan says.",
         "Compile the plan with the torch that this worker runs.",
     ),
+    "RDT626": Code(
+        "workers do not fit one plan",
+        "The workers that traced themselves for a plan compiled at init differ in software, model, parallel sizes or "
+        "in what they load, or two of them stand at the same place.",
+        "Start all engines alike and give each its own replica_rank, or compile plans beforehand.",
+    ),
+    "RDT627": Code(
+        "worker missing at init",
+        "A plan was to be compiled at init, and some workers did not come or did not hand in their trace in time.",
+        "Look at the logs of the workers that the message names; raise stall_timeout_s if they are only slow.",
+    ),
     "RDT631": Code(
         "vLLM reloads this model wrongly",
         "Some modules have a post-processing step that vLLM runs on the first load only; after a reload their kernels "

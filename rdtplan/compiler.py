@@ -11,7 +11,7 @@ from attrs import evolve, field, frozen
 
 from rdtplan import __version__
 from rdtplan.errors import InputError
-from rdtplan.expected import expected
+from rdtplan.expected import expected, prediction_layers
 from rdtplan.inputs.owners import OwnerRule, resolve_owners, resolve_pieces
 from rdtplan.ir.digests import (
     consumer_digest,
@@ -127,29 +127,28 @@ def _compile(
     from rdtplan.trace.dry_run import TraceRequest
     from rdtplan.trace.process import trace_for_target
 
-    _check_fleet_input(fleet)
+    check_fleet_input(fleet)
     manifest = build_manifest(entries)
     owners = resolve_owners(list(entries), fleet.owner_rules, fleet.trainer_ranks)
     pieces = resolve_pieces(list(entries), fleet.owner_rules, fleet.trainer_ranks)
     request = TraceRequest(str(config_dir), manifest, fleet.topology, dtype, quantization, fleet.target, speculative)
     report = None if progress is None else (lambda done, total: progress("tracing worker ranks", done, total))
     found = trace_for_target(request, jobs=jobs, progress=report)
-    ours = expected(manifest, found.traces, found.config, speculative=speculative is not None)
-    plan = finish(
+    return finish(
         manifest,
         owners,
         found.traces,
         found.trace_of,
-        evolve(fleet, waivers=(*fleet.waivers, *(w for w in ours.waivers if w not in fleet.waivers))),
+        fleet,
         found.model,
         Compiler(__version__, found.vllm, found.torch, found.target),
         progress,
         pieces=pieces,
+        predicting=() if speculative is not None else prediction_layers(found.config),
     )
-    return evolve(plan, notes=(*plan.notes, *ours.notes))
 
 
-def _check_fleet_input(fleet: Fleet) -> None:
+def check_fleet_input(fleet: Fleet) -> None:
     """All wrong settings at once."""
     t, s = fleet.topology, fleet.settings
     wrong = [
@@ -189,17 +188,19 @@ def assemble(
     progress: Progress | None = None,
     *,
     pieces: tuple[tuple[Piece, ...], ...] = (),
+    predicting: Sequence[str] = (),
 ) -> FleetPlan:
     """Run the passes over finished traces and verify the result; needs no torch. PlanError if incomplete.
 
-    `trace_of` maps a worker index of one replica to its trace.
+    `trace_of` maps a worker index of one replica to its trace; `predicting` has the patterns of source names that only
+    a draft model would load (`rdtplan.expected`), where the workers' draft model is not part of the plan.
     """
     note = progress or (lambda *_: None)
     note("planning", 0, 2)
-    plan = plan_of(manifest, owners, traces, trace_of, fleet, model, compiler, pieces=pieces)
+    plan = plan_of(manifest, owners, traces, trace_of, fleet, model, compiler, pieces=pieces, predicting=predicting)
     note("planning", 1, 2)
     findings = verify_fleet(plan)
-    refuse(findings, fleet.waivers)
+    refuse(findings, plan.waivers)
     note("planning", 2, 2)
     remarks = tuple(f.sentence for f in findings if f.severity == "note")
     return evolve(plan, notes=(*plan.notes, *remarks)) if remarks else plan
@@ -216,6 +217,7 @@ def plan_of(
     progress: Progress | None = None,
     *,
     pieces: tuple[tuple[Piece, ...], ...] = (),
+    predicting: Sequence[str] = (),
 ) -> FleetPlan:
     """Run the passes over finished traces; what they give may be incomplete. Arguments as for `assemble`."""
     draft = run_passes(
@@ -230,7 +232,10 @@ def plan_of(
             pieces=pieces,
         )
     )
-    return _seal(draft, fleet, model, compiler)
+    ours = expected(manifest, traces, predicting)
+    waivers = (*fleet.waivers, *(w for w in ours.waivers if w not in fleet.waivers))
+    plan = _seal(draft, evolve(fleet, waivers=waivers), model, compiler)
+    return evolve(plan, notes=(*plan.notes, *ours.notes))
 
 
 def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:

@@ -38,10 +38,12 @@ class Expected:
     notes: tuple[str, ...]
 
 
-def expected(
-    manifest: Manifest, traces: Sequence[RankTrace], config: Mapping[str, Any], *, speculative: bool
-) -> Expected:
-    """What of these traces needs no waiver of the user's. `speculative`: is the draft model part of the plan?"""
+def expected(manifest: Manifest, traces: Sequence[RankTrace], predicting: Sequence[str]) -> Expected:
+    """What of these traces needs no waiver of the user's.
+
+    `predicting` has the patterns of multi-token-prediction layers that only a draft model loads; it is empty where the
+    draft model is part of the plan.
+    """
     waivers: list[Waiver] = []
     notes: list[str] = []
     kept = {name: why for trace in traces for name, why in zip(trace.kept, trace.kept_reasons, strict=True)}
@@ -68,8 +70,8 @@ def expected(
             families.setdefault((_pattern(name), stays), []).append(name)
         elif name.endswith(_GROUP_INDEX):
             families.setdefault((f"*{_GROUP_INDEX}", _UNORDERED), []).append(name)
-        elif not speculative:
-            for pattern in prediction_layers(config):
+        else:
+            for pattern in predicting:
                 if fnmatchcase(name, pattern):
                     families.setdefault((pattern, _PREDICTION), []).append(name)
                     break

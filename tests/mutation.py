@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import drafts
 import oracle
 import torch
 from architectures import cpu_stand_ins
@@ -75,6 +76,8 @@ class Subject:
     config: dict[str, Any] = field(factory=dict)
     """What is changed of the corpus config."""
     waivers: tuple[Waiver, ...] = ()
+    speculative: dict[str, Any] | None = None
+    """vLLM's speculative config; the checkpoint then has a prediction layer."""
     staged: bool = False
     """Trainer rank 0 holds layer 0 and the embedding, rank 1 the rest."""
 
@@ -94,7 +97,7 @@ SUBJECTS = {
     "buffers": Subject("ApertusForCausalLM"),
     "tied, two stages": Subject("LlamaForCausalLM@tied", InferenceTopology(pipeline_parallel=2)),
     "tied, two by two": Subject("LlamaForCausalLM@tied", InferenceTopology(2, 2)),
-    "draft": Subject("DeepseekV3ForCausalLM@noq", config={"num_nextn_predict_layers": 1}),
+    "draft": Subject(drafts.MLA, speculative={"method": "mtp", "num_speculative_tokens": 1}),
 }
 
 
@@ -110,6 +113,9 @@ class Good:
         directory = Path(tempfile.mkdtemp(dir=directory))
         self.config_dir = oracle.corpus_config(subject.corpus, directory)
         config = json.loads((self.config_dir / "config.json").read_text())
+        if subject.speculative is not None:
+            config, entries = drafts.target("mtp")
+            self.entries = tuple(entries)
         (self.config_dir / "config.json").write_text(json.dumps(config | subject.config))
         self.parts = self._parts()
 
@@ -123,7 +129,8 @@ class Good:
             found.append(Parts(*inputs[:7], pieces=pieces))
             return found[0].plan()
 
-        compiler._compile(keep, self.config_dir, self.entries, self.subject.fleet, "auto", None, 1, None)
+        s = self.subject
+        compiler._compile(keep, self.config_dir, self.entries, s.fleet, "auto", None, s.speculative, 1, None)
         return found[0]
 
     @functools.cached_property
@@ -135,17 +142,19 @@ class Good:
     @functools.cached_property
     def fresh(self) -> FleetPlan:
         """The loaders run again on what the plan says of itself."""
-        return recompile(self.plan, self.config_dir, jobs=1)
+        return recompile(self.plan, self.config_dir, speculative=self.subject.speculative, jobs=1)
 
     def loaders_do(self, plan: FleetPlan) -> FleetPlan:
         """What the loaders do with the inputs that `plan` names; tracing is deterministic: equal inputs trace once."""
         inputs = [(p.manifest, p.ownership, p.topology, p.settings, p.model, p.waivers) for p in (plan, self.plan)]
         if inputs[0] == inputs[1]:
             return self.fresh
-        return recompile(plan, self.config_dir, jobs=1)
+        return recompile(plan, self.config_dir, speculative=self.subject.speculative, jobs=1)
 
     def compile(self, entries: Iterable[SourceTensor] | None = None, fleet: Fleet | None = None) -> FleetPlan:
-        return compile_plan(self.config_dir, list(entries or self.entries), fleet or self.subject.fleet, jobs=1)
+        s = self.subject
+        given = list(entries or self.entries)
+        return compile_plan(self.config_dir, given, fleet or s.fleet, speculative=s.speculative, jobs=1)
 
 
 class Bench:

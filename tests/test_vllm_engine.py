@@ -63,6 +63,30 @@ def check_lifecycle(lifecycle: dict[str, Any]) -> None:
     assert lifecycle["right plan after a wrong one"]
 
 
+def check_live_compile(found: dict[str, Any]) -> None:
+    """A plan compiled from the live model is the command line's, byte for byte; a refused one leaves no trace.
+
+    The reason reaches both sides, though the client between them says nothing of it.
+    """
+    codes = {
+        "unknown name": ("RDT207", "RDT207"),
+        "missing name": ("RDT310", "RDT310"),
+        "other shape": ("RDT207", "RDT207"),
+        "bad settings": ("RDT108", ""),  # seen before a worker is asked
+        "settings of no plan": ("RDT111", ""),
+    }
+    for name, (of_trainer, of_worker) in codes.items():
+        refused = found["refused"][name]
+        assert (refused["trainer"][:6], refused["worker"][:6]) == (of_trainer, of_worker), refused
+        assert refused["changed"] == [], (name, refused["changed"])
+    assert "consumer 0 (DP0 PP0 TP0 of replica 0)" in found["refused"]["unknown name"]["trainer"]
+    for setting in ("stall_timeout_s must be", "save_plan: the directory"):
+        assert setting in found["refused"]["settings of no plan"]["trainer"]
+    assert found["nothing saved"] and found["changed"] == []
+    assert found["same bytes"]
+    assert found["good"] == [True] * 5
+
+
 def check_operations(found: dict[str, Any]) -> None:
     """Everything that is to be refused is, by name, and every sync after it is right."""
     for setting in ("num_rdt_buffers is 7", "gather_lookahead is 9", "num_consumers is 3", "stall_timeout_s must be"):
@@ -90,6 +114,7 @@ def test_dense_models(tmp_path: Path) -> None:
         check_recovery(of)
     check_lifecycle(found["LlamaForCausalLM"]["lifecycle"])
     check_operations(found["LlamaForCausalLM"]["operations"])
+    check_live_compile(found["LlamaForCausalLM"]["live"])
 
 
 def test_experts(tmp_path: Path) -> None:
@@ -103,3 +128,5 @@ def test_experts(tmp_path: Path) -> None:
         assert of["faulty_reload"]["unchanged"]
         check_syncs(of)
         check_recovery(of)
+    for name in ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM@mla"):
+        check_live_compile(found[name]["live"])

@@ -51,10 +51,13 @@ def write_checkpoint(name: str, directory: Path, seed: int) -> Path:
 
 
 def compile_plan(checkpoint: Path, output: Path, *options: str) -> str:
-    """`rdtplan compile`, in this process: vLLM is imported already."""
+    """`rdtplan compile`, in this process: vLLM is imported already. The manifest is the trainer's, in its order."""
     from rdtplan.cli import main
+    from rdtplan.inputs.manifests import from_weight_source, to_json
 
-    arguments = ["compile", str(checkpoint), "--manifest", str(checkpoint), "-o", str(output), "--jobs", "1", *options]
+    manifest = output.with_suffix(".json")
+    manifest.write_bytes(to_json(from_weight_source(CheckpointSource(checkpoint))))
+    arguments = ["compile", str(checkpoint), "--manifest", str(manifest), "-o", str(output), "--jobs", "1", *options]
     assert not main(arguments, standalone_mode=False), f"no plan for {checkpoint}"
     return str(output)
 
@@ -115,6 +118,17 @@ class InProcessClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.llm.finish_weight_update()
+
+
+class SilentClient(InProcessClient):
+    """As vLLM's HTTP client: when a worker refuses, its reason stays with the server."""
+
+    reason = ""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.reason = refusal(lambda: InProcessClient.init_weight_transfer_engine(self, init_info))
+        if self.reason:
+            raise RuntimeError("500 Server Error")
 
 
 def engine(checkpoint: Path, **options: Any) -> Any:
@@ -182,6 +196,34 @@ def kernel_addresses(llm: Any) -> dict[str, int]:
     return llm.apply_model(addresses)[0]
 
 
+def process_state(llm: Any) -> dict[str, Any]:
+    """What building and tracing another model in this process could disturb, and must not."""
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.models import utils
+    from vllm.model_executor.offloader import get_offloader
+
+    def of_worker(worker: Any) -> dict[str, Any]:
+        config = worker.vllm_config
+        layers = config.compilation_config.static_forward_context
+        return {
+            "config": (id(config.model_config), str(config.model_config.hf_config), str(config.quant_config)),
+            "compilation": str(config.compilation_config),
+            "layers": {name: id(layer) for name, layer in layers.items()},
+        }
+
+    return {
+        "worker": llm.collective_rpc(of_worker),
+        "addresses": kernel_addresses(llm),
+        "bytes": kernel_state(llm),
+        "modules": llm.apply_model(lambda model: [(name, id(m)) for name, m in model.named_modules()]),
+        "random": (torch.random.get_rng_state().tolist(), torch.get_default_dtype()),
+        "rope": {str(key): id(module) for key, module in rotary_embedding._ROPE_DICT.items()},
+        "missing": {key: list(names) for key, names in utils._model_to_pp_missing_layer_names.items()},
+        "globals": (id(get_offloader()), id(get_current_vllm_config_or_none()), gc.isenabled()),
+    }
+
+
 def refusal(action: Callable[[], Any]) -> str:
     """Code and message of the error that `action` raises; an empty string when it raises none."""
     try:
@@ -201,6 +243,7 @@ class Trial:
         self.checkpoints = {seed: write_checkpoint(name, directory / seed, ord(seed)) for seed in "ABC"}
         self.plan = compile_plan(self.checkpoints["A"], directory / "fleet.plan")
         self.lifecycle = name == "LlamaForCausalLM"
+        self.live = name in ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM@mla")
         if self.lifecycle:
             other = write_checkpoint("LlamaForCausalLM@headbias", directory / "other", 1)
             self.wrong_model = compile_plan(other, directory / "other.plan")
@@ -226,7 +269,7 @@ class Trial:
     def trainer(self, **options: Any) -> Any:
         from rdtexec.vllm.trainer import RdtExecTrainer, RdtExecTrainerInitInfo
 
-        info = RdtExecTrainerInitInfo(rank=0, plan=self.plan, **options)
+        info = RdtExecTrainerInitInfo(rank=0, **{"plan": self.plan, **options})
         return RdtExecTrainer.trainer_init(info, client=self.client, source=self.source)
 
     def sync(self, trainer: Any, seed: str) -> dict[str, Any]:
@@ -257,6 +300,53 @@ def try_transports(trial: Trial) -> dict[str, Any]:
         found[transport] = [trial.sync(trainer, seed) for seed in "ABABA"]
         trainer.shutdown()
     return found
+
+
+def try_live_compile(trial: Trial) -> dict[str, Any]:
+    """No plan file: refused plans first, which leave nothing behind; then one that is the command line's, and syncs."""
+    trial.client = client = SilentClient(trial.llm)
+    saved = trial.directory / "live.plan"
+    options = {"plan": "", "repair_reload": trial.moe, "transport": "local", "save_plan": str(saved)}
+
+    def attempt(**changes: Any) -> dict[str, Any]:
+        tokens, before = generate(trial.llm), process_state(trial.llm)
+        client.reason = ""
+        reason = refusal(lambda: trial.trainer(**(options | changes)))
+        after = process_state(trial.llm)
+        changed = [key for key in before if before[key] != after[key]]
+        changed += [] if generate(trial.llm) == tokens else ["answers"]
+        return {"trainer": reason, "worker": client.reason, "changed": changed}
+
+    weights = trial.source.weights
+    found: dict[str, Any] = {"refused": {}}
+    trial.source.weights = weights | {"model.layers.0.strange.weight": torch.zeros(2)}
+    found["refused"]["unknown name"] = attempt()
+    first, *_, last = weights
+    trial.source.weights = {name: t for name, t in weights.items() if name != last}
+    found["refused"]["missing name"] = attempt()
+    trial.source.weights = weights | {first: weights[first][1:]}
+    found["refused"]["other shape"] = attempt()
+    trial.source.weights = weights
+    found["refused"]["bad settings"] = attempt(num_rdt_buffers=0, waive=("RDT310:x",))
+    found["refused"]["settings of no plan"] = attempt(stall_timeout_s=-1, save_plan=str(trial.directory / "no/plan"))
+    found["nothing saved"] = not saved.exists()
+
+    state = process_state(trial.llm)
+    trainer = trial.trainer(**options)
+    found["changed"] = [key for key, value in process_state(trial.llm).items() if value != state[key]]
+    found["same bytes"] = saved.read_bytes() == Path(trial.plan).read_bytes()
+    good = [_right(trial.sync(trainer, seed)) for seed in "AB"]
+    client.init_weight_transfer_engine(trainer.init_payload(0))  # rejoins: the plan is there by now
+    good.append(_right(trial.sync(trainer, "A")))
+    again = trial.trainer(**options)  # a re-init, while the first one's connection works
+    trainer.shutdown()
+    good.append(_right(trial.sync(again, "B")))
+    again.shutdown()
+    trainer = trial.trainer(**(options | {"plan": str(saved), "save_plan": ""}))
+    good.append(_right(trial.sync(trainer, "A")))
+    trainer.shutdown()
+    trial.client = InProcessClient(trial.llm)
+    return found | {"good": good}
 
 
 def try_faulty_reload(trial: Trial) -> dict[str, Any]:
@@ -394,6 +484,8 @@ def run(trial: Trial) -> dict[str, Any]:
     if trial.lifecycle:
         result["lifecycle"] = try_lifecycle(trial)
         result["operations"] = try_operations(trial)
+    if trial.live:
+        result["live"] = try_live_compile(trial)
     result["transports"] = try_transports(trial)
     result["recovery"] = try_recovery(trial)
     del trial.llm, trial.client

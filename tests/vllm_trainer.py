@@ -34,8 +34,6 @@ class Order:
     world: int
     store: str
     """File through which the ranks find each other."""
-    compile_options: tuple[str, ...]
-    """The servers' layout; rank 0 compiles the plan at init."""
     urls: tuple[str, ...]
     """One server a replica."""
     transports: tuple[str, ...]
@@ -122,8 +120,6 @@ def run(order: Order, rank: int) -> Iterator[str]:
         client = ReplicaClient([HTTPVLLMWeightSyncClient(url, timeout=120) for url in order.urls])
         info = RdtExecTrainerInitInfo(
             rank=rank,
-            model=order.checkpoints["A"],
-            compile_options=tuple(order.compile_options),
             transport=transport,
             repair_reload=order.repair_reload,
             checksums="full",

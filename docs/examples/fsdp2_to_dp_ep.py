@@ -23,8 +23,6 @@ import tiny
 RANKS = ENGINES = 2
 STEPS = 3
 LAYOUT = ("--data-parallel-size", str(ENGINES), "--enable-expert-parallel")
-PLANNED = ("--dp", str(ENGINES), "--ep")
-"""The server's layout as vLLM and as `rdtplan compile` spell it."""
 
 
 def train(checkpoint: Path, url: str, trained: Path) -> None:
@@ -48,7 +46,7 @@ def train(checkpoint: Path, url: str, trained: Path) -> None:
 
     # transformers keeps the experts of a layer fused, checkpoints apart; the optimizer has float32, the server bfloat16
     source = ModuleSource(model, split=split_experts, dtype=torch.bfloat16)
-    info = RdtExecTrainerInitInfo(rank=rank, model=str(checkpoint), compile_options=PLANNED, repair_reload=True)
+    info = RdtExecTrainerInitInfo(rank=rank, repair_reload=True)
     trainer = RdtExecTrainer.trainer_init(info, client=HTTPVLLMWeightSyncClient(url), source=source)
     found = {"before": tiny.answers(url, ENGINES) if rank == 0 else []}
 

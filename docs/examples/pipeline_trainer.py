@@ -1,12 +1,11 @@
 """A trainer of two pipeline stages feeds a running vLLM server: each rank has half of the layers and serves them.
 
     python docs/examples/pipeline_trainer.py                                       # on its own, checks itself
-    torchrun --nproc-per-node 2 docs/examples/pipeline_trainer.py MODEL_DIR http://localhost:8000 [compile options]
+    torchrun --nproc-per-node 2 docs/examples/pipeline_trainer.py MODEL_DIR http://localhost:8000
 
-In the second form MODEL_DIR is the checkpoint directory (of a Llama) that your server serves; compile options such as
-`--tp 2` describe the server. Each sync sends what the stages hold: first every weight halved, then the checkpoint's
-own again. Checked in the first form: the halved weights answer as a fresh server on a halved checkpoint does, and the
-second sync brings the first answers back.
+In the second form MODEL_DIR is the checkpoint directory (of a Llama) that your server serves. Each sync sends what the
+stages hold: first every weight halved, then the checkpoint's own again. Checked in the first form: the halved weights
+answer as a fresh server on a halved checkpoint does, and the second sync brings the first answers back.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def load_stage(checkpoint: str, stage: int, stages: int) -> tuple[Any, int]:
     return model, begin
 
 
-def train(checkpoint: str, url: str, *options: str) -> list[Any]:
+def train(checkpoint: str, url: str) -> list[Any]:
     """One trainer rank, under torchrun. Returns rank 0's answers after each sync."""
     import torch
     import torch.distributed as dist
@@ -62,8 +61,7 @@ def train(checkpoint: str, url: str, *options: str) -> list[Any]:
 
     source = LocalModuleSource(stage, rename=rename)
     # independent streams: the workers pull from both stages at once
-    planned = ("--stages-in-flight", str(ranks), *options)
-    info = RdtExecTrainerInitInfo(rank=rank, model=checkpoint, compile_options=planned)
+    info = RdtExecTrainerInitInfo(rank=rank, stages_in_flight=ranks)
     trainer = RdtExecTrainer.trainer_init(info, client=HTTPVLLMWeightSyncClient(url), source=source)
     found = []
     for factor in FACTORS:

@@ -82,7 +82,7 @@ class Trainer:
         self.model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         source = ModuleSource(self.model, dtype=torch.bfloat16)
-        info = RdtExecTrainerInitInfo(rank=0, model=checkpoint, transport=transport)
+        info = RdtExecTrainerInitInfo(rank=0, transport=transport)
         client = RayVLLMWeightSyncClient(engine)
         self.trainer = RdtExecTrainer.trainer_init(info, client=client, source=source)
 

@@ -90,7 +90,7 @@ def main() -> None:
         second = tiny.write_checkpoint(directory / "second", seed=2, dtype="float32")
         with tiny.server(first, "--dtype", "float32") as running:
             source = CheckpointSource(first)
-            info = RdtExecTrainerInitInfo(rank=0, model=str(first), compile_options=("--dtype", "float32"))
+            info = RdtExecTrainerInitInfo(rank=0)
             client = HTTPVLLMWeightSyncClient(running.url)
             trainer = RdtExecTrainer.trainer_init(info, client=client, source=source)
             try:

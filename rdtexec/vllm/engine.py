@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 import tempfile
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -43,6 +44,9 @@ class RdtExecInitInfo(WeightTransferInitInfo):
 
     producers: dict[str, Any] = field(default_factory=dict)
     """Trainer rank -> address of its control socket: a path, or [host, port]."""
+    compile_at: Any = ""
+    """Instead of `producers`: where trainer rank 0, which has no plan file, compiles the plan from what every worker
+    tells of itself."""
     authkey: str = ""
     """Shared secret of the control sockets, hexadecimal."""
     plan: str = ""
@@ -100,6 +104,8 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
     def init_transfer_engine(self, init_info: RdtExecInitInfo) -> None:
         """Load, verify, connect; InputError, PlanMismatch or TransferError, and then nothing has changed."""
         self._check(init_info)
+        if init_info.compile_at:
+            init_info = self._compile_with_fleet(init_info)
         plan = self._load_plan(init_info)
         model = self._default_model
         if self._check_draft(init_info, plan):
@@ -143,7 +149,9 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
             wrong.append(f"transport must be one of {', '.join(SETTINGS)}, is {info.transport!r}")
         if info.checksums not in checksum.MODES:
             wrong.append(f"checksums must be one of {', '.join(checksum.MODES)}, is {info.checksums!r}")
-        if not info.producers or not all(str(r).isdecimal() for r in info.producers):
+        if info.compile_at and info.producers:
+            wrong.append("producers and compile_at exclude each other")
+        if not (info.producers or info.compile_at) or not all(str(r).isdecimal() for r in info.producers):
             wrong.append(f"producers must map trainer ranks to addresses, is {info.producers!r}")
         if info.num_replicas < 1 or not 0 <= info.replica_rank < info.num_replicas:
             wrong.append(f"replica_rank must be 0 to num_replicas - 1, is {info.replica_rank} of {info.num_replicas}")
@@ -207,6 +215,22 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         p = self.parallel_config
         pp, tp = divmod(p.rank % (p.pipeline_parallel_size * p.tensor_parallel_size), p.tensor_parallel_size)
         return Position(p.data_parallel_index, pp, tp)
+
+    def _compile_with_fleet(self, info: RdtExecInitInfo) -> RdtExecInitInfo:
+        """Trace this worker for the plan that the trainer makes now; the init info that there is when it is made."""
+        from rdtexec.live_compile import PROTOCOL, Standing, trace_for_fleet
+        from rdtplan.trace.live import trace_worker
+
+        position = self._position()
+        producers = trace_for_fleet(
+            _address(info.compile_at),
+            Standing(PROTOCOL, evolve(self._topology(), replicas=info.num_replicas), info.replica_rank, position),
+            lambda manifest: trace_worker(self.vllm_config, manifest, position),
+            authkey=bytes.fromhex(info.authkey),
+            connect_timeout_s=info.connect_timeout_s,
+            stall_timeout_s=info.stall_timeout_s,
+        )
+        return replace(info, producers=producers, compile_at="")
 
     def _load_plan(self, info: RdtExecInitInfo) -> WorkerPlan:
         """This worker's part, of a plan made for the layout that runs."""

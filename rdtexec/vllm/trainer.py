@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -22,16 +20,19 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
+from rdtexec.control import Address
 from rdtexec.plans import TrainerPlan, check_live_manifest, load_trainer
 from rdtexec.producer import GroupSource, Producer
 from rdtexec.ranks import Ranks
 from rdtexec.reports import Observer, ProducerReport
 from rdtexec.transport import SETTINGS
 from rdtexec.vllm.clients import ReplicaClient
-from rdtexec.vllm.live import live_target
-from rdtplan.errors import InputError, PlanMismatch, TransferError
-from rdtplan.inputs.manifests import from_weight_source, to_json
+from rdtplan.errors import InputError, PlanMismatch, RdtError, TransferError
+from rdtplan.inputs.manifests import from_weight_source
+from rdtplan.ir.file import encode, write_plan
 from rdtplan.ir.manifest import SourceTensor
+from rdtplan.ir.plan import FleetPlan
+from rdtplan.ir.topology import TransferSettings
 from rdtplan.trace.watch import DRAFT
 
 
@@ -42,12 +43,12 @@ class RdtExecTrainerInitInfo(TrainerInitInfo):
     backend: ClassVar[str] = "rdtexec"
 
     plan: str = ""
-    """Path of the fleet plan; workers fetch it from rank 0. Empty: rank 0 compiles it at init for `model`."""
-    model: str = ""
-    """Model directory that the workers serve (its config is read); only for compiling at init."""
-    compile_options: tuple[str, ...] = ()
-    """Options of `rdtplan compile` for compiling at init: `--tp 2 --ep` and so on. Trainer ranks and the manifest are
-    taken from the trainer itself, and so is the target unless `--target` is among them."""
+    """Path of the fleet plan; workers fetch it from rank 0. Empty: it is compiled at init, from the source and from
+    what every worker tells of its live model."""
+    save_plan: str = ""
+    """Where rank 0 writes the plan that was compiled at init: the next start can be given it as `plan`."""
+    waive: tuple[str, ...] = ()
+    """Findings to accept when a plan is compiled at init, as `rdtplan compile --waive` takes them: `CODE:PATTERN`."""
     transport: str = "auto"
     """`local`, `nixl`, `ray_rdt`, or `auto`: for each worker local on one node, nixl otherwise."""
     address: str | tuple[str, int] | None = None
@@ -58,12 +59,13 @@ class RdtExecTrainerInitInfo(TrainerInitInfo):
     workers_per_replica: int = 0
     """Workers of one engine; 0: as many as the plan has."""
     num_rdt_buffers: int | None = None
-    """This and the next four size the transfer. They are in the plan: given here, they must agree with it, or are what
+    """This and the next five size the transfer. They are in the plan: given here, they must agree with it, or are what
     it is compiled with at init."""
     buffer_presize_gb: float | None = None
     stages_in_flight: int | None = None
     gather_lookahead: int | None = None
     staging_device: str | None = None
+    max_chunk_bytes: int | None = None
     stall_timeout_s: float = 300.0
     """How long nothing may happen before a sync fails. A liveness backstop, not a latency target."""
     connect_timeout_s: float = 60.0
@@ -84,7 +86,10 @@ class RdtExecTrainerInitInfo(TrainerInitInfo):
     """The same for the workers: `worker_metrics_port + consumer id`."""
 
 
-_PLANNED = ("num_rdt_buffers", "buffer_presize_gb", "stages_in_flight", "gather_lookahead", "staging_device")
+_PLANNED = (
+    *("num_rdt_buffers", "buffer_presize_gb", "stages_in_flight", "gather_lookahead", "staging_device"),
+    "max_chunk_bytes",
+)
 
 
 class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
@@ -128,17 +133,27 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
             wanted = f"a WeightSource and a transport of {', '.join(SETTINGS)}"
             raise InputError(f"rdtexec needs {wanted}, got {source!r} and {init_info.transport!r}", code="RDT111")
         _check_gives_full_tensors(source)
-        with tempfile.TemporaryDirectory(prefix="rdtexec-plan-") as scratch:
-            return cls._init_with_plan(init_info, _plan_path(init_info, source, Path(scratch)), client, source)
+        authkey = _from_rank_0(secrets.token_bytes(32))
+        if init_info.plan:
+            connect = client.init_weight_transfer_engine
+            return cls._init_with_plan(init_info, init_info.plan, authkey, client, source, connect)
+        with _plan_of_live_fleet(init_info, authkey, client, source) as (path, connect):
+            return cls._init_with_plan(init_info, path, authkey, client, source, connect)
 
     @classmethod
     def _init_with_plan(
-        cls, init_info: RdtExecTrainerInitInfo, path: str, client: VLLMWeightSyncClient, source: WeightSource
+        cls,
+        init_info: RdtExecTrainerInitInfo,
+        path: str,
+        authkey: bytes,
+        client: VLLMWeightSyncClient,
+        source: WeightSource,
+        connect: Callable[[dict[str, Any]], None],
     ) -> Self:
+        """Serve the plan at `path`; rank 0 has the workers connect by `connect`, which is given their payload."""
         plan = load_trainer(path, init_info.rank)
         _check_settings(init_info, plan)
         check_live_manifest(plan, source)
-        authkey = _from_rank_0(secrets.token_bytes(32))
         port = init_info.metrics_port + init_info.rank if init_info.metrics_port else 0
         with contextlib.ExitStack() as undo:
             producer = Producer(
@@ -162,9 +177,7 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
                 plan.ownership.ranks,
                 authkey=authkey,
                 stall_timeout_s=init_info.stall_timeout_s,
-                where=None
-                if init_info.address is None or isinstance(init_info.address, str)
-                else (init_info.address[0], 0),
+                where=_beside(init_info),
             )
             undo.callback(ranks.close)
             everyone = _gathered((init_info.rank, plan.identity, producer.address, ranks.address))
@@ -174,7 +187,7 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
             if init_info.is_sender:
                 if writes_draft_model(plan):
                     show_draft_model(client)
-                client.init_weight_transfer_engine(payload)
+                connect(payload)
             undo.pop_all()
         return cls(init_info, client, source, producer, ranks, payload)
 
@@ -300,11 +313,25 @@ def _check_settings(info: RdtExecTrainerInitInfo, plan: TrainerPlan) -> None:
         unset = given is None or (given == 0 and name in ("num_consumers", "workers_per_replica"))
         if not unset and given != value:
             wrong.append(f"{name} is {given!r}, the plan was compiled with {value!r}")
-    for name in ("stall_timeout_s", "connect_timeout_s"):
-        if getattr(info, name) <= 0:
-            wrong.append(f"{name} must be positive, is {getattr(info, name)}")
+    wrong += _wrong_by_itself(info)
     if wrong:
         raise InputError("trainer settings: " + "; ".join(wrong), fix="mend them, or compile again", code="RDT111")
+
+
+def _wrong_by_itself(info: RdtExecTrainerInitInfo) -> list[str]:
+    """Settings that no plan could make right."""
+    wrong = [
+        f"{name} must be positive, is {getattr(info, name)}"
+        for name in ("stall_timeout_s", "connect_timeout_s")
+        if getattr(info, name) <= 0
+    ]
+    if info.plan:
+        wrong += [
+            f"{name} is for a plan that is compiled at init" for name in ("save_plan", "waive") if getattr(info, name)
+        ]
+    elif info.save_plan and not Path(info.save_plan).absolute().parent.is_dir():
+        wrong.append(f"save_plan: the directory of {info.save_plan} does not exist")
+    return wrong
 
 
 def _serve_device(plan: TrainerPlan) -> torch.device:
@@ -319,12 +346,19 @@ def _worker_payload(
 ) -> dict[str, Any]:
     """Init info of the workers, JSON throughout; `replica_rank` differs from engine to engine."""
     return {
+        **_settings_of_workers(info, authkey),
         "producers": {str(rank): address for rank, address in addresses.items()},
+        "num_replicas": plan.topology.replicas,
+        "num_consumers": plan.topology.workers,
+    }
+
+
+def _settings_of_workers(info: RdtExecTrainerInitInfo, authkey: bytes) -> dict[str, Any]:
+    """What of it is known before there is a plan."""
+    return {
         "authkey": authkey.hex(),
         "transport": info.transport,
-        "num_replicas": plan.topology.replicas,
         "replica_rank": 0,
-        "num_consumers": plan.topology.workers,
         "stall_timeout_s": info.stall_timeout_s,
         "connect_timeout_s": info.connect_timeout_s,
         "repair_reload": info.repair_reload,
@@ -376,34 +410,69 @@ def _check_gives_full_tensors(source: Any) -> None:
         )
 
 
-def _plan_path(init_info: RdtExecTrainerInitInfo, source: WeightSource, scratch: Path) -> str:
-    """The plan file of this rank: the one it was given, or rank 0's, compiled now and handed to all.
+@contextlib.contextmanager
+def _plan_of_live_fleet(
+    info: RdtExecTrainerInitInfo, authkey: bytes, client: VLLMWeightSyncClient, source: WeightSource
+) -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
+    """The path of a plan that rank 0 compiles now and hands to all, and how rank 0 then has the workers connect.
 
-    Compiled by the command line in a process of its own: this one may hold a live model.
+    A failure before the plan is there is raised on every rank; one on rank 0 is told to all workers.
     """
-    if init_info.plan:
-        return init_info.plan
-    path = scratch / "fleet.plan"
-    answer: tuple[bytes, str] = (b"", "")
     held = _gathered(_held_names(source))
-    if init_info.rank == 0:
-        manifest = scratch / "manifest.json"
-        manifest.write_bytes(to_json(_with_owners(from_weight_source(source), held)))
-        ranks = str(torch.distributed.get_world_size() if _distributed() else 1)
-        command = [sys.executable, "-m", "rdtplan.cli", "compile", init_info.model, "--manifest", str(manifest)]
-        command += ["--trainer-ranks", ranks, "-o", str(path), *init_info.compile_options]
-        if not any(option.partition("=")[0] == "--target" for option in init_info.compile_options):
-            command += ["--target", live_target()]
-        for name in _PLANNED:
-            if getattr(init_info, name) is not None:
-                command += ["--" + name.replace("_", "-"), str(getattr(init_info, name))]
-        done = subprocess.run(command, capture_output=True, text=True)
-        answer = (path.read_bytes(), "") if done.returncode == 0 else (b"", done.stderr.strip()[-4000:])
-    data, reason = _from_rank_0(answer)
-    if reason:
-        raise InputError(f"no plan could be compiled at init:\n{reason}", code="RDT111")
-    path.write_bytes(data)
-    return str(path)
+    with tempfile.TemporaryDirectory(prefix="rdtexec-plan-") as scratch, contextlib.ExitStack() as undo:
+        connect: Callable[[dict[str, Any]], None] = lambda _: None  # noqa: E731
+        answer: bytes | RdtError = b""
+        if info.rank == 0:
+            try:
+                compiled, answer_workers = undo.enter_context(_compiled_live(info, authkey, client, source, held))
+                answer = encode(compiled)[0]
+                if info.save_plan:
+                    write_plan(compiled, info.save_plan)
+            except BaseException as error:
+                known = isinstance(error, RdtError)
+                _from_rank_0(error if known else TransferError(f"trainer rank 0: {type(error).__name__}: {error}"))
+                raise
+            connect = lambda payload: answer_workers(payload["producers"])  # noqa: E731
+        answer = _from_rank_0(answer)
+        if isinstance(answer, RdtError):
+            raise answer
+        path = Path(scratch) / "fleet.plan"
+        path.write_bytes(answer)
+        yield str(path), connect
+
+
+def _compiled_live(
+    info: RdtExecTrainerInitInfo,
+    authkey: bytes,
+    client: VLLMWeightSyncClient,
+    source: WeightSource,
+    held: list[frozenset[str] | None],
+) -> contextlib.AbstractContextManager[tuple[FleetPlan, Callable[[Mapping[str, Any]], None]]]:
+    """`rdtexec.live_compile.compiled_live` with what this trainer is. Imported here: it brings the compiler with it."""
+    from rdtexec.live_compile import compiled_live
+    from rdtplan.verify.waivers import parse_waiver
+
+    wrong = _wrong_by_itself(info)
+    if wrong:
+        raise InputError("trainer settings: " + "; ".join(wrong), fix="mend them", code="RDT111")
+    given = {name: getattr(info, name) for name in _PLANNED if getattr(info, name) is not None}
+    engines = info.num_consumers // info.workers_per_replica if info.workers_per_replica > 0 else 1
+    payload = {**_settings_of_workers(info, authkey), "num_replicas": max(engines, 1)}
+    return compiled_live(
+        _with_owners(from_weight_source(source), held),
+        torch.distributed.get_world_size() if _distributed() else 1,
+        TransferSettings(**given),
+        tuple(map(parse_waiver, info.waive)),
+        lambda address: client.init_weight_transfer_engine({**payload, "compile_at": address}),
+        authkey=authkey,
+        where=_beside(info),
+        timeout_s=info.stall_timeout_s,
+    )
+
+
+def _beside(info: RdtExecTrainerInitInfo) -> Address | None:
+    """Where else rank 0 listens: on any port of the host that its producer listens at; None on one machine."""
+    return None if info.address is None or isinstance(info.address, str) else (info.address[0], 0)
 
 
 def _held_names(source: WeightSource) -> frozenset[str] | None:

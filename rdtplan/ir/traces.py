@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from attrs import frozen
 
 from rdtplan.ir.manifest import Ints
@@ -107,3 +110,25 @@ class RankTrace:
     expressions: tuple[Expression, ...] = ()
     operation_loaders: Ints = ()
     """An operation: index into `loaders`."""
+
+
+def written(trace: RankTrace) -> tuple[Any, ...]:
+    """All that a plan executes of a trace. Workers whose traces are equal in it run the same program."""
+    return (
+        *(trace.parameters, trace.regions, trace.dtype_table, trace.fetches, trace.fills),
+        *(trace.operations, trace.leaves, trace.expressions),
+    )
+
+
+def distinct_traces(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], Ints]:
+    """(the first of every kind, number of a trace -> index of its kind)."""
+    ids: dict[tuple[Any, ...], int] = {}
+    found: list[RankTrace] = []
+    kinds: list[int] = []
+    for trace in traces:
+        key = written(trace)
+        if key not in ids:
+            ids[key] = len(found)
+            found.append(trace)
+        kinds.append(ids[key])
+    return tuple(found), tuple(kinds)

@@ -23,7 +23,7 @@ from rdtplan.ir.plan import ModelIdentity
 from rdtplan.ir.regions import Region, canonical, contiguous_stride, cover
 from rdtplan.ir.targets import AUTO
 from rdtplan.ir.topology import InferenceTopology, Position, positions
-from rdtplan.ir.traces import Fetches, Fills, Parameters, RankTrace
+from rdtplan.ir.traces import Fetches, Fills, Parameters, RankTrace, distinct_traces
 from rdtplan.trace.draft import Draft, draft_of
 from rdtplan.trace.model import ZEROED, build_model, engine_config, model_identity, read_config
 from rdtplan.trace.platform import live_target, without_devices
@@ -390,24 +390,12 @@ def trace_fleet(
         results[position] = result
         if progress:
             progress(len(results), len(wanted))
-    ids: dict[Any, int] = {}
-    traces: list[RankTrace] = []
-    trace_of: list[int] = []
-    for p in all_positions:
-        trace = results[Position(0, p.pp, p.tp) if spread else p][0]
-        key = (
-            *(trace.parameters, trace.regions, trace.dtype_table, trace.fetches, trace.fills),
-            *(trace.operations, trace.leaves, trace.expressions),
-        )
-        if key not in ids:
-            ids[key] = len(traces)
-            traces.append(trace)
-        trace_of.append(ids[key])
+    traces, trace_of = distinct_traces([results[Position(0, p.pp, p.tp) if spread else p][0] for p in all_positions])
     import vllm
 
     return FleetTrace(
-        traces=tuple(traces),
-        trace_of=tuple(trace_of),
+        traces=traces,
+        trace_of=trace_of,
         model=results[wanted[0]][1],
         config=read_config(request.config_dir),
         target=live_target(),

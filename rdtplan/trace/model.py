@@ -149,7 +149,11 @@ def _reason(error: BaseException) -> str:
 
 def model_identity(config_dir: str | os.PathLike[str], vllm_config: Any) -> ModelIdentity:
     """Architecture, dtype, quantization and a digest of `config.json`."""
-    config = read_config(config_dir)
+    return identity_of(read_config(config_dir), vllm_config)
+
+
+def identity_of(config: dict[str, Any], vllm_config: Any) -> ModelIdentity:
+    """The same, of the content of a `config.json`."""
     model_config = vllm_config.model_config
     return ModelIdentity(
         architecture=config["architectures"][0],

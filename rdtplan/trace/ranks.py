@@ -50,7 +50,7 @@ def global_rank(topology: InferenceTopology, position: Position) -> int:
 
 
 @contextlib.contextmanager
-def _fresh_caches() -> Iterator[None]:
+def fresh_caches() -> Iterator[None]:
     """Empty caches inside, the old content again outside."""
     with contextlib.ExitStack() as stack:
         for module, name in _CACHES:
@@ -118,7 +118,7 @@ def simulated_rank(vllm_config: Any, topology: InferenceTopology, position: Posi
             set_current_vllm_config(vllm_config),
         ):
             ps.initialize_model_parallel(topology.tensor_parallel, topology.pipeline_parallel)
-        with _fresh_caches():
+        with fresh_caches():
             yield
     finally:
         for name, value in saved.items():

@@ -10,8 +10,8 @@ start from checkpoint A and are synced in turn, so that noise of the machine mee
 logprobs too, must equal those of a fresh engine on the same checkpoint; if not, the exit status is 1.
 
 Ratios are peer/ours: above 1 rdtexec is faster. CPU seconds are those of all processes of a system (Ray's daemons are
-not counted), read from their kernel clocks. A plan is compiled beforehand for the first init, and again at init for the
-second. Takes some minutes and about 2 GB a system.
+not counted), read from their kernel clocks. A plan is compiled beforehand for the first init; at the end rdtexec is
+started anew without one, and the worker traces itself. Takes some minutes and about 2 GB a system.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ import contextlib
 import importlib.metadata
 import json
 import platform
+import resource
 import signal
 import statistics
 import subprocess
@@ -50,7 +51,7 @@ from typing import Any
 
 import ray
 import torch
-from runtime_actors import NAMESPACE, PEER, Engine, Trainer, children_cpu_seconds
+from runtime_actors import NAMESPACE, PEER, Engine, Trainer
 from safetensors.torch import save_file
 
 from rdtexec.transport import PRODUCERS
@@ -140,9 +141,11 @@ def compile_plan(work: Path) -> dict[str, float]:
     """`rdtplan compile` as a command; its seconds."""
     command = [sys.executable, "-m", "rdtplan.cli", "compile", str(work / "A")]
     command += ["--manifest", str(work / "manifest.json"), "-o", str(work / "fleet.plan")]
-    children, started = children_cpu_seconds(), time.perf_counter()
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return {"wall": time.perf_counter() - started, "cpu": children_cpu_seconds() - children}
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = used.ru_utime - before.ru_utime + used.ru_stime - before.ru_stime
+    return {"wall": time.perf_counter() - started, "cpu": cpu}
 
 
 # -- the systems -------------------------------------------------------------------------------------------------------
@@ -153,7 +156,7 @@ class System:
 
     def __init__(self, name: str, work: Path, *, gathered: bool) -> None:
         """Start the processes; they are ready when `wait` returns."""
-        self.name, self._work = name, work
+        self.name, self._work, self._gathered = name, work, gathered
         backend = "sharded_rdt" if name == PEER else "rdtexec"
         options = {"num_cpus": 0, "namespace": NAMESPACE, "enable_tensor_transport": True}
         self.engine: Any = ray.remote(Engine).options(**options).remote(str(work / "A"), backend)
@@ -174,8 +177,7 @@ class System:
     def init(self, label: str) -> None:
         """Connect trainer and worker, with the plan as `label` says, and keep the times."""
         plan = str(self._work / "fleet.plan") if label == FROM_FILE else ""
-        self.inits[label] = self._timed(lambda: ray.get(self._trainer.init.remote(plan, str(self._work / "A"))))
-        self.inits[label]["cpu"] += self.inits[label]["cpu_children"]
+        self.inits[label] = self._timed(lambda: ray.get(self._trainer.init.remote(plan)))
         producer = ray.get(self._trainer.producer_pid.remote())
         if producer is not None:
             self._pids = [*self._pids[:2], producer]
@@ -209,6 +211,12 @@ class System:
 
     def shutdown(self) -> None:
         ray.get(self._trainer.shutdown.remote())
+
+    def another(self) -> System:
+        """The same again, in new processes; those of this one end."""
+        for actor in (self._trainer, self.engine):
+            ray.kill(actor)
+        return System(self.name, self._work, gathered=self._gathered)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -250,7 +258,7 @@ class Check:
 
 
 def measure(systems: Sequence[System], check: Check, syncs: int, *, check_every: bool) -> None:
-    """Init every system, sync them in turn, then init rdtexec again with a plan compiled at init.
+    """Init every system, sync them in turn, then init rdtexec in new processes with a plan compiled at init.
 
     Without `check_every`, what the kernels read is looked at after the first sync and the last two only.
     """
@@ -270,15 +278,18 @@ def measure(systems: Sequence[System], check: Check, syncs: int, *, check_every:
         with system.alone():
             check.answers(system, checkpoint, "after the last sync")
             system.shutdown()
-    compiling = next((system for system in systems if system.name != PEER), None)
-    if compiling is not None:
-        checkpoint, when = "AB"[number % 2], "after a plan compiled at init"
+    for system in systems:
+        if system.name == PEER:
+            continue
+        compiling = system.another()  # as cold as the peer was: nothing is imported or connected
+        compiling.wait()
         with compiling.alone():
             compiling.init(AT_INIT)
-            compiling.sync(checkpoint)
-            compiling.syncs.pop()  # a first sync once more
-            check.state(compiling, checkpoint, when)
-            check.answers(compiling, checkpoint, when)
+            compiling.sync("B")
+            check.state(compiling, "B", "after a plan compiled at init")
+            check.answers(compiling, "B", "after a plan compiled at init")
+            compiling.shutdown()
+        system.inits[AT_INIT] = compiling.inits[AT_INIT]
 
 
 Row = tuple[str, Callable[[System], float | None]]
@@ -299,6 +310,7 @@ ROWS: tuple[Row, ...] = (
     ("  in the worker", of_init(FROM_FILE, "worker_init")),
     ("  CPU", of_init(FROM_FILE, "cpu")),
     (f"init, {AT_INIT}", of_init(AT_INIT, "wall")),
+    ("  in the worker", of_init(AT_INIT, "worker_init")),
     ("  CPU", of_init(AT_INIT, "cpu")),
     ("first sync", lambda s: s.syncs[0]["wall"]),
     ("  CPU", lambda s: s.syncs[0]["cpu"]),

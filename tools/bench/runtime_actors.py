@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,12 +153,6 @@ class TimedClient(RayVLLMWeightSyncClient):
             super().finish_weight_update(weight_version)
 
 
-def children_cpu_seconds() -> float:
-    """CPU seconds of all ended child processes of this one."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 class _Clock:
     def __init__(self, seconds: dict[str, float], name: str) -> None:
         self._seconds, self._name = seconds, name
@@ -197,13 +190,12 @@ class Trainer:
     def train(self, checkpoint: str) -> None:
         self._source.train(Path(checkpoint))
 
-    def init(self, plan: str, model: str) -> dict[str, float]:
+    def init(self, plan: str) -> dict[str, float]:
         """Seconds from the call of `trainer_init` until the workers are ready, and the worker's part of it.
 
-        `cpu_children` are CPU seconds of processes that it started and that have ended: a compilation.
+        An empty `plan` compiles one then.
         """
         self._client.seconds.clear()
-        children = children_cpu_seconds()
         started = time.perf_counter()
         if self._system == PEER:
             from peer_on_cpu import CpuTrainer
@@ -214,10 +206,9 @@ class Trainer:
         else:
             from rdtexec.vllm.trainer import RdtExecTrainer, RdtExecTrainerInitInfo
 
-            info = RdtExecTrainerInitInfo(rank=0, plan=plan, model=model, transport=self._system)
+            info = RdtExecTrainerInitInfo(rank=0, plan=plan, transport=self._system)
             self._trainer = RdtExecTrainer.trainer_init(info, client=self._client, source=self._source)
-        found = {"wall": time.perf_counter() - started, "cpu_children": children_cpu_seconds() - children}
-        return found | self._client.seconds
+        return {"wall": time.perf_counter() - started} | self._client.seconds
 
     def sync(self) -> dict[str, float]:
         """One sync: its seconds, and those of each call to the inference side."""
