@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,13 @@ def processes_of(directory: Path) -> list[int]:
     return found
 
 
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A short path: Ray's sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="ex-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
 def start(script: str, directory: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(EXAMPLES / script)],
@@ -48,8 +57,8 @@ def start(script: str, directory: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_an_example_checks_itself_and_leaves_nothing(script: str, tmp_path: Path) -> None:
-    example = start(script, tmp_path)
+def test_an_example_checks_itself_and_leaves_nothing(script: str, scratch: Path) -> None:
+    example = start(script, scratch)
     try:
         output, _ = example.communicate(timeout=850)
     except BaseException:
@@ -57,8 +66,8 @@ def test_an_example_checks_itself_and_leaves_nothing(script: str, tmp_path: Path
         raise
     assert example.returncode == 0, output[-6000:]
     assert output.count("  ok   ") >= 3 and "WRONG" not in output
-    assert not list(tmp_path.glob("rdtexec-*")), "scratch files are left"
-    assert processes_of(tmp_path) == []
+    assert not list(scratch.glob("rdtexec-*")), "scratch files are left"
+    assert processes_of(scratch) == []
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

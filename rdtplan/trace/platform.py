@@ -67,9 +67,10 @@ def live_target() -> str:
     """The target of the platform that vLLM has, or would find, in this process."""
     if _installed is not None:
         return _installed
-    from rdtplan.trace.model import import_vllm
+    if "vllm" not in sys.modules:  # a live worker's own logging is left alone
+        from rdtplan.trace.model import import_vllm
 
-    import_vllm()
+        import_vllm()
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
