@@ -203,6 +203,12 @@ def test_llama_over_two_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(480)
+def test_llama_over_two_data_parallel_workers(tmp_path: Path) -> None:
+    """Two engines behind one server, which vLLM makes independent of each other: a dense model has nothing to share."""
+    sync_back_and_forth("LlamaForCausalLM", tmp_path, "--data-parallel-size", "2")
+
+
+@pytest.mark.timeout(480)
 def test_experts_over_two_workers(tmp_path: Path) -> None:
     """Expert parallelism on the test bed; without `repair_reload` the init is refused and the server goes on."""
     layout = ("--tensor-parallel-size", "2", "--enable-expert-parallel")

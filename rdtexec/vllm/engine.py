@@ -56,6 +56,8 @@ class RdtExecInitInfo(WeightTransferInitInfo):
     """`local`, `nixl`, `ray_rdt`, or `auto`: for each producer local on one node, nixl otherwise."""
     replica_rank: int = 0
     num_replicas: int = 1
+    data_parallel_size: int = 0
+    """The plan's. vLLM makes the data-parallel engines of a dense model independent: each knows its index alone."""
     num_consumers: int = 0
     """Workers of the whole fleet; 0: infer from the parallel config and `num_replicas`."""
     stall_timeout_s: float = 300.0
@@ -155,7 +157,7 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
             wrong.append(f"producers must map trainer ranks to addresses, is {info.producers!r}")
         if info.num_replicas < 1 or not 0 <= info.replica_rank < info.num_replicas:
             wrong.append(f"replica_rank must be 0 to num_replicas - 1, is {info.replica_rank} of {info.num_replicas}")
-        expected = info.num_replicas * self._topology().workers_per_replica
+        expected = info.num_replicas * self._topology(info).workers_per_replica
         if info.num_consumers not in (0, expected):
             wrong.append(f"num_consumers is {info.num_consumers}, the parallel config and num_replicas give {expected}")
         for name in ("stall_timeout_s", "connect_timeout_s"):
@@ -205,11 +207,11 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         """Is this vLLM's session for the draft model?"""
         return self.model is not self._default_model
 
-    def _topology(self) -> InferenceTopology:
+    def _topology(self, info: RdtExecInitInfo) -> InferenceTopology:
         p = self.parallel_config
-        return InferenceTopology(
-            p.tensor_parallel_size, p.pipeline_parallel_size, p.data_parallel_size, p.enable_expert_parallel
-        )
+        independent = p.data_parallel_size == 1 and not self.vllm_config.model_config.is_moe
+        engines = max(info.data_parallel_size, 1) if independent else p.data_parallel_size
+        return InferenceTopology(p.tensor_parallel_size, p.pipeline_parallel_size, engines, p.enable_expert_parallel)
 
     def _position(self) -> Position:
         p = self.parallel_config
@@ -224,7 +226,7 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         position = self._position()
         producers = trace_for_fleet(
             _address(info.compile_at),
-            Standing(PROTOCOL, evolve(self._topology(), replicas=info.num_replicas), info.replica_rank, position),
+            Standing(PROTOCOL, evolve(self._topology(info), replicas=info.num_replicas), info.replica_rank, position),
             lambda manifest: trace_worker(self.vllm_config, manifest, position),
             authkey=bytes.fromhex(info.authkey),
             connect_timeout_s=info.connect_timeout_s,
@@ -234,7 +236,7 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
 
     def _load_plan(self, info: RdtExecInitInfo) -> WorkerPlan:
         """This worker's part, of a plan made for the layout that runs."""
-        topology, position = self._topology(), self._position()
+        topology, position = self._topology(info), self._position()
         index = (position.dp * topology.pipeline_parallel + position.pp) * topology.tensor_parallel + position.tp
         consumer_id = info.replica_rank * topology.workers_per_replica + index
         digest = info.plan if _DIGEST.fullmatch(info.plan) else ""

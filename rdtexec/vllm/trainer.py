@@ -350,6 +350,7 @@ def _worker_payload(
         "producers": {str(rank): address for rank, address in addresses.items()},
         "num_replicas": plan.topology.replicas,
         "num_consumers": plan.topology.workers,
+        "data_parallel_size": plan.topology.data_parallel,
     }
 
 
