@@ -56,6 +56,7 @@ class Setup:
     authkey: bytes
     devices: Devices
     checksums: str
+    answer_s: float = ANSWER_S
 
 
 class LateSource:
@@ -221,4 +222,4 @@ def running(
         for child in workers:
             child.tell("start", addresses)
         collect(workers, ANSWER_S)
-        yield Fleet(plan, setup.authkey, addresses, producers, workers)
+        yield Fleet(plan, setup, addresses, producers, workers, started)  # type: ignore[arg-type]
