@@ -33,7 +33,8 @@ _POISONED: list[Any] = []
 def _make_agent(name: str, device: torch.device, *, answers: bool) -> Any:
     """A NIXL agent. `answers`: others read from it, so a thread has to answer UCX; that thread never sleeps.
 
-    One that only reads progresses inside its own calls, and a worker that serves requests keeps its core between syncs.
+    One that only reads, into host memory, progresses inside its own calls, and a worker that serves requests keeps its
+    core between syncs. On GPUs every agent has the thread: reading without it was not measured there.
     """
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     if device.type == "cuda":
@@ -45,7 +46,7 @@ def _make_agent(name: str, device: torch.device, *, answers: bool) -> Any:
         raise TransferError(
             f"transport nixl needs NIXL: {error}", fix="pip install 'rdtplan[nixl]'", code="RDT614"
         ) from None
-    config = nixl_agent_config(enable_prog_thread=answers, backends=["UCX"])
+    config = nixl_agent_config(enable_prog_thread=answers or device.type == "cuda", backends=["UCX"])
     try:
         return nixl_agent(f"{name}-{uuid.uuid4().hex[:8]}", config)
     except Exception as error:
