@@ -38,6 +38,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="rdtplan-") as temporary:
             wheel = args.wheel or download(args.release, Path(temporary))
             unpack(wheel, args.release, cache)
+    link_libraries(cache)
     path = os.pathsep.join([str(cache), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu"}
     sys.exit(subprocess.run(args.command, env=environment).returncode)
@@ -57,10 +58,7 @@ def download(release: str, directory: Path) -> Path:
 
 
 def unpack(wheel: Path, release: str, directory: Path) -> None:
-    """Everything but compiled libraries, and links to those of the installed build; whole or not at all."""
-    installed = find_spec("vllm")
-    if installed is None or installed.origin is None:
-        sys.exit("no vLLM is installed here whose compiled libraries could stand in: run tools/setup")
+    """Everything but compiled libraries; whole or not at all."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{directory.name}-", dir=directory.parent))
     try:
@@ -69,14 +67,22 @@ def unpack(wheel: Path, release: str, directory: Path) -> None:
             if not any(n.startswith((f"vllm-{release}.", f"vllm-{release}+")) for n in names):
                 sys.exit(f"{wheel}: not a wheel of vllm {release}")
             archive.extractall(scratch, names)
-        root = Path(installed.origin).parent
-        for library in root.rglob("*.so"):
-            link = scratch / "vllm" / library.relative_to(root)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(library)
         scratch.rename(directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def link_libraries(directory: Path) -> None:
+    """Links to the compiled libraries of the vLLM that is installed now: an environment may be made anew elsewhere."""
+    installed = find_spec("vllm")
+    if installed is None or installed.origin is None:
+        sys.exit("no vLLM is installed here whose compiled libraries could stand in: run tools/setup")
+    root = Path(installed.origin).parent
+    for library in root.rglob("*.so"):
+        link = directory / "vllm" / library.relative_to(root)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(library)
 
 
 if __name__ == "__main__":
