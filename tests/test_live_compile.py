@@ -253,6 +253,45 @@ def test_the_call_fails_before_anybody_came() -> None:
     assert caught.value.code == "RDT606"
 
 
+def test_the_call_fails_before_the_reason_is_there() -> None:
+    """A server answers 500, and the worker that knows why is heard a moment later: its reason counts."""
+    standing = standings(SMALL.topology)[0]
+    threads = []
+
+    def call(address: Address) -> None:
+        failed = threading.Event()
+
+        def trace(manifest: Manifest) -> Traced:
+            failed.set()
+            threading.Event().wait(0.3)
+            raise TraceError("the loader needs data", code="RDT201")
+
+        def run() -> None:
+            with pytest.raises(TraceError):
+                work(address, standing, trace)
+
+        threads.append(threading.Thread(target=run))
+        threads[0].start()
+        assert failed.wait(DEADLINE_S)
+        raise RuntimeError("500 Server Error")
+
+    with pytest.raises(TraceError, match=r"consumer 0 .*the loader needs data"), compiling(SMALL, call):
+        pass
+    threads[0].join(DEADLINE_S)
+
+
+def test_a_worker_that_has_said_nothing_hears_the_reason_too() -> None:
+    exchange = Exchange(SMALL.manifest, authkey=KEY)
+    link = dial(exchange.address, "rank 0", authkey=KEY, timeout_s=5)
+    try:
+        exchange.refuse(PlanError("there is no plan", code="RDT310"))
+        answer = link.receive(5)
+        assert answer == {"kind": "refused", "code": "RDT310", "reason": "there is no plan", "fix": ""}
+    finally:
+        link.close()
+        exchange.close()
+
+
 def test_what_the_call_says_after_the_plan_is_raised_as_it_is() -> None:
     fleet = Fleet(SMALL)
 
