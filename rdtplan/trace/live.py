@@ -87,6 +87,7 @@ def _config_of_its_own(vllm_config: Any) -> Any:
         value = getattr(compilation, field.name)
         if not field.init and isinstance(value, (dict, list, set)):  # what a run collects, and no setting
             setattr(compilation, field.name, type(value)())
+    compilation.static_forward_context = {}  # the registry of layers, whatever else a release collects
     compilation.mode = CompilationMode.NONE
     own = copy.copy(vllm_config)
     own.compilation_config = compilation
