@@ -128,9 +128,11 @@ class Producer:
     def sync(self, sync: int, live: Collection[int] | None = None) -> ProducerReport:
         """Send every group of one sync to the consumers `live`, all of the plan unless given.
 
-        Every trainer rank must be given the same. TransferError when one of them dies, stalls, or the source is wrong;
-        another sync can be run afterwards.
+        Every trainer rank must be given the same. TransferError when `sync` is no int of 0 or more, or when one of them
+        dies, stalls, or the source is wrong; another sync can be run afterwards.
         """
+        if type(sync) is not int or sync < 0:
+            raise TransferError(f"the number of a sync must be an int of 0 or more, is {sync!r}", code="RDT609")
         taking_part = self.taking_part(live)
         started = time.perf_counter()
         gather_s = publish_s = wait_s = 0.0

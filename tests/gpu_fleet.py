@@ -144,12 +144,12 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
         )
         return live[0].address
 
-    def sync(number: int) -> Any:
-        source.sync = number
+    def sync(argument: tuple[int, Sequence[int] | None, int]) -> Any:
+        number, only, source.sync = argument
         if device.type == "cpu":
-            return live[0].sync(number)
+            return live[0].sync(number, only)
         with torch.cuda.stream(torch.cuda.Stream(device)):  # another one in every sync
-            return live[0].sync(number)
+            return live[0].sync(number, only)
 
     serve_commands(pipe, {"start": start, "sync": sync})
     for producer in live:

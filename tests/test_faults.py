@@ -235,6 +235,20 @@ def test_ranks_with_different_live_sets_end_at_the_deadline(tmp_path: Path, note
         recover(fleet, 1)
 
 
+@pytest.mark.parametrize("number", [-1, True, "1", (0, None)])
+def test_the_number_of_a_sync_must_be_one(number: object, tmp_path: Path) -> None:
+    with running(ALONE, tmp_path, "local") as fleet:
+        fleet.sync(0)
+        for child in fleet.producers:
+            child.tell("sync", (number, None, 1))
+        for ending in fleet.endings(fleet.producers).values():
+            assert ending.status == "error"
+            assert "RDT609" in str(ending.value)
+            assert repr(number) in str(ending.value)
+        fleet.sync(1)
+        assert fleet.wrong(1) == {}
+
+
 @pytest.mark.parametrize("live", [[], [2], [0, 7], [-1]])
 def test_live_consumers_must_be_of_the_plan(live: list[int], tmp_path: Path) -> None:
     """Refused before anything is sent; the connected consumers know of nothing."""
