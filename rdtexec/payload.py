@@ -41,6 +41,13 @@ class PayloadSample:
         self._differs: list[torch.Tensor] = []
         """For each group: is any of its samples another? Not looked at until somebody asks."""
 
+    def prepare(self, group: int, sizes: Sequence[tuple[int, int]], device: torch.device) -> None:
+        """Make the table of a group whose tensors will lie on a GPU, so that the first sync compiles no kernel.
+
+        `sizes`: (elements, bytes of one) of its tensors, in the order in which `add` will get them.
+        """
+        self._tables[group] = _table(sizes, device)
+
     def add(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
         """Look at one gathered group; its tensors are contiguous, and in every sync of the same dtypes and shapes."""
         addresses = on_gpu(tensors)
@@ -52,8 +59,8 @@ class PayloadSample:
             _sample(full, now)
         else:
             device = next(iter(tensors.values())).device
-            if group not in self._tables:
-                self._tables[group] = _table(list(tensors.values()), device)
+            if group not in self._tables or self._tables[group][0].device != device:
+                self.prepare(group, [(t.numel(), t.element_size()) for t in tensors.values()], device)
             table, samples, nbytes = self._tables[group]
             now = torch.empty(nbytes, dtype=torch.uint8, device=device)
             table.run([*addresses, now.data_ptr()])
@@ -79,15 +86,13 @@ def _count(elements: int) -> int:
     return min(ELEMENTS, elements)
 
 
-def _table(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[CudaTable, int, int]:
+def _table(sizes: Sequence[tuple[int, int]], device: torch.device) -> tuple[CudaTable, int, int]:
     """The table that samples contiguous tensors (bases in order) into one buffer (last base); samples, their bytes."""
     moves = []
     at = samples = 0
-    for i, (n, width) in sorted(
-        enumerate((t.numel(), t.element_size()) for t in tensors), key=lambda item: -item[1][1]
-    ):
+    for i, (n, width) in sorted(enumerate(sizes), key=lambda item: -item[1][1]):
         count = _count(n)
-        move = make_move((i, len(tensors)), (count,), (n // max(count, 1),), (1,), 0, 0, width)
+        move = make_move((i, len(sizes)), (count,), (n // max(count, 1),), (1,), 0, 0, width)
         if move is not None:
             moves.append(evolve(move, dest_at=at))
         at += count * width

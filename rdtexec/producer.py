@@ -87,6 +87,10 @@ class Producer:
         self._checksums, self._on_identical = checksums, on_identical
         self._sample = payload.PayloadSample()
         self._wanted: dict[int, list[tuple[int, str, torch.dtype, torch.Size]]] = {}
+        if self._device.type == "cuda" and on_identical != "ignore":
+            for group in plan.producer.groups:
+                sizes = [(shape.numel(), dtype.itemsize) for _, _, dtype, shape in self._expected(group)]
+                self._sample.prepare(group, sizes, self._device)
         self._published: dict[int, torch.Tensor] = {}
         """Tensors of published groups by manifest index; kept for checksums alone."""
         self._observer = observer or Observer("producer", plan.producer.rank, plan.identity)

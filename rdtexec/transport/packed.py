@@ -65,6 +65,11 @@ class ServeRings:
             if memory.is_cpu and using_gpu and not memory.is_pinned():  # UCX locks what it registers, where it can
                 _page_lock(memory, self._plan.producer.rank)  # this trainer's GPU packs straight into it
             self._rings[members] = memory
+            if memory.is_cuda:  # so that the first sync compiles no kernel
+                for serving in self._plan.producer.servings:
+                    if serving.consumer_id == consumer:
+                        for chunk in serving.chunks:
+                            self._table(consumer, chunk, memory.device)
         return self._rings[members], self._slot_nbytes[members]
 
     def publish(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
