@@ -90,8 +90,10 @@ def unpack(body: Any) -> Ints:
     for name, numbers in (("literals", literals), ("copies", copies)):
         if type(numbers) is not list or not set(map(type, numbers)) <= {int}:
             raise TypeError(f"{name}: expected an array of ints, found {str(numbers)[:60]!r}")
-    column = tuple(accumulate(_expand(length, cast(list[int], literals), cast(list[int], copies))))
-    if column and not (min(column) >= -_INT64 and max(column) < _INT64):
+    deltas = cast(list[int], literals)
+    column = tuple(accumulate(_expand(length, deltas, cast(list[int], copies))))
+    widest = max(map(abs, deltas), default=0) * length
+    if widest >= _INT64 and not (min(column) >= -_INT64 and max(column) < _INT64):
         raise TypeError("a value does not fit 64 bits")
     return column
 

@@ -69,9 +69,9 @@ class Manifest:
 
     def nbytes_column(self) -> list[int]:
         """Bytes of every full tensor; equal tensors are worked out once."""
-        kinds = list(zip(self.dtypes, self.shapes, strict=True))
-        nbytes = {(d, s): prod(self.shape_table[s]) * itemsize(self.dtype_table[d]) for d, s in dict.fromkeys(kinds)}
-        return [nbytes[kind] for kind in kinds]
+        pairs = set(zip(self.dtypes, self.shapes, strict=True))
+        nbytes = {(d, s): prod(self.shape_table[s]) * itemsize(self.dtype_table[d]) for d, s in pairs}
+        return list(map(nbytes.__getitem__, zip(self.dtypes, self.shapes, strict=True)))
 
 
 def build_manifest(entries: Iterable[SourceTensor]) -> Manifest:

@@ -44,8 +44,7 @@ def module_lifetimes(
     last: dict[int, int] = {}
     start = 0
     for chunk, end in enumerate(scatter_end):
-        for parameter in scatter_parameters[start:end]:
-            module = modules[parameter]
+        for module in dict.fromkeys(map(modules.__getitem__, scatter_parameters[start:end])):
             first.setdefault(module, chunk)
             last[module] = chunk
         start = end

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import compress, count, pairwise, zip_longest
-from operator import add, gt
+from itertools import compress, count, pairwise, repeat, zip_longest
+from operator import add, gt, lt, mod, or_
 from typing import TypeVar
 
 import attrs
@@ -70,7 +70,8 @@ class _Checks:
 
     def indices(self, column: Ints, bound: int, field: str, low: int = 0) -> None:
         if column:
-            worst = min(column) if min(column) < low else max(column)
+            least, most = min(column), max(column)
+            worst = least if least < low else most
             self.that(low <= worst < bound, field, f"index {worst} is outside {low} to {bound - 1}")
 
     def ascending(self, column: Ints, total: int, field: str) -> None:
@@ -88,7 +89,7 @@ class _Checks:
             self.that(value == expected, f"{field}.{name}", f"it says {value}, the plan has {expected}")
 
 
-def _first(flags: Iterable[bool]) -> int | None:
+def _first(flags: Iterable[object]) -> int | None:
     """Index of the first true flag, at the speed of the iterators it is made of."""
     return next(compress(count(), flags), None)
 
@@ -189,28 +190,33 @@ def check_program(program: Program, manifest: Manifest, groups: int, classes: in
     c.that(set(scatters.key) == set(range(len(keys))), "scatters.key", "a key is fetched and goes nowhere")
     if c.findings:
         return c.findings
-    _check_layout(c, program, manifest)
-    _check_destinations_inside(c, program)
+    spans = [span(r)[1] if r.numel else 0 for r in program.regions]
+    _check_layout(c, program, manifest, spans)
+    _check_destinations_inside(c, program, spans)
     for field, sentence, code in operation_flaws(program):
         c.that(False, field, sentence, code)
     c.digest(program.geometry_digest, geometry_digest(program.parameters), "geometry_digest", "the parameters")
     return c.findings
 
 
-def _check_layout(c: _Checks, program: Program, manifest: Manifest) -> None:
+def _check_layout(c: _Checks, program: Program, manifest: Manifest, spans: list[int]) -> None:
     keys, chunks = program.keys, program.chunks
     sizes = [ITEMSIZE[d] for d in program.dtype_table]
-    _check_reads_inside(c, program, manifest, sizes)
+    _check_reads_inside(c, program, manifest, sizes, spans)
     numels = [r.numel for r in program.regions]
     nbytes_of = {(r, d): numels[r] * sizes[d] for r, d in set(zip(keys.region, keys.dtype, strict=True))}
     ends = list(map(add, keys.offset, map(nbytes_of.__getitem__, zip(keys.region, keys.dtype, strict=True))))
+    reaches = [0, *ends[:-1]]  # where the slice before ends
+    for end in chunks.key_end[:-1]:
+        reaches[end] = 0
+    overlaps = map(lt, keys.offset, reaches)
+    unaligned = map(mod, keys.offset, repeat(ALIGNMENT))
+    k = _first(map(or_, overlaps, unaligned))
+    if k is not None:
+        what = f"{keys.offset[k]} overlaps the slice before it or is not {ALIGNMENT}-aligned"
+        c.that(False, f"keys.offset[{k}]", what)
     start = start_scatter = 0
     for chunk, end in enumerate(chunks.key_end):
-        offsets = keys.offset[start:end]
-        k = _first(map(_misplaced, offsets, (0, *ends[start : end - 1])))
-        if k is not None:
-            what = f"{offsets[k]} overlaps the slice before it or is not {ALIGNMENT}-aligned"
-            c.that(False, f"keys.offset[{start + k}]", what)
         c.that(
             ends[end - 1] == chunks.nbytes[chunk],
             f"chunks.nbytes[{chunk}]",
@@ -223,15 +229,9 @@ def _check_layout(c: _Checks, program: Program, manifest: Manifest) -> None:
         start, start_scatter = end, chunks.scatter_end[chunk]
 
 
-def _misplaced(offset: int, reach: int) -> bool:
-    """A slice begins before the one ahead of it ends, or between the places where slices begin."""
-    return offset < reach or offset % ALIGNMENT != 0
-
-
-def _check_reads_inside(c: _Checks, program: Program, manifest: Manifest, sizes: list[int]) -> None:
+def _check_reads_inside(c: _Checks, program: Program, manifest: Manifest, sizes: list[int], spans: list[int]) -> None:
     """Every slice lies in its source tensor; layers and experts ask the same question, so each is answered once."""
     keys, nbytes_of = program.keys, manifest.nbytes_column()
-    spans = [span(r)[1] if r.numel else 0 for r in program.regions]
     asked = list(zip(_pick(nbytes_of, keys.source), keys.region, keys.dtype, strict=True))
     for nbytes, region, dtype in dict.fromkeys(asked):
         end_byte = spans[region] * sizes[dtype]
@@ -246,10 +246,11 @@ def _check_reads_inside(c: _Checks, program: Program, manifest: Manifest, sizes:
             c.that(False, f"keys.dtype[{k}]", f"{name!r} has {nbytes:,} bytes, no whole number of elements")
 
 
-def _check_destinations_inside(c: _Checks, program: Program) -> None:
+def _check_destinations_inside(c: _Checks, program: Program, spans: list[int]) -> None:
     p = program.parameters
-    extents = [span(Region(s, t, 0))[1] if all(s) else 0 for s, t in zip(p.shapes, p.strides, strict=True)]
-    spans = [span(r)[1] if r.numel else 0 for r in program.regions]
+    shapes = zip(p.shapes, p.strides, strict=True)
+    extent = {(s, t): span(Region(s, t, 0))[1] if all(s) else 0 for s, t in set(shapes)}
+    extents = list(map(extent.__getitem__, zip(p.shapes, p.strides, strict=True)))
     keys, scatters, fills = program.keys, program.scatters, program.fills
     for field, parameters, regions in (
         ("fills.regions", fills.parameters, fills.regions),
