@@ -42,10 +42,12 @@ class PayloadSample:
         """For each group: is any of its samples another? Not looked at until somebody asks."""
 
     def prepare(self, group: int, sizes: Sequence[tuple[int, int]], device: torch.device) -> None:
-        """Make the table of a group whose tensors will lie on a GPU, so that the first sync compiles no kernel.
+        """Make the table of a group whose tensors will lie on a GPU, so that no sync compiles or loads a kernel.
 
         `sizes`: (elements, bytes of one) of its tensors, in the order in which `add` will get them.
         """
+        if not self._tables:
+            _differ(*torch.zeros(2, 1, dtype=torch.uint8, device=device))
         self._tables[group] = _table(sizes, device)
 
     def add(self, group: int, tensors: dict[int, torch.Tensor]) -> None:
@@ -67,7 +69,7 @@ class PayloadSample:
         last = self._last.get(group)
         if last is not None and last.numel() == nbytes:
             self.compared += samples
-            self._differs.append((last != now).any())
+            self._differs.append(_differ(last, now))
         self._last[group] = now
 
     @property
@@ -79,6 +81,11 @@ class PayloadSample:
     def identical(self) -> bool:
         """Was there something to compare with, and did nothing change?"""
         return self.compared > 0 and not self.changed
+
+
+def _differ(last: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """One bool, where the samples are."""
+    return (last != now).any()
 
 
 def _count(elements: int) -> int:

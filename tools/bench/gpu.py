@@ -1,6 +1,7 @@
 """rdtexec beside vLLM's in-process weight transfer (`sharded_rdt`, the peer), inside vLLM and Ray, on GPUs.
 
     python tools/bench/gpu.py [--layers 4] [--syncs 6] [--transports local,nixl] [--no-peer] [--apart] [--gathered]
+                              [--quantization fp8]
 
 The model is a Qwen3 mixture of experts with the layer shapes of Qwen3-30B-A3B and `--layers` of its 48 layers; with
 `--tiny` a small one of the same form. Every system is a real vLLM engine in a Ray actor (the worker is that process)
@@ -198,10 +199,11 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="engines on the second GPU")
     parser.add_argument("--gathered", action="store_true", help="the trainer yields copies, as an all-gather would")
     parser.add_argument("--engine-options", default="{}", help="more arguments of vllm.LLM, as JSON")
+    parser.add_argument("--quantization", help="as vLLM takes it; fp8 quantizes while loading")
     parser.add_argument("--plan", help="a fleet plan for this model, instead of compiling one")
     parser.add_argument("--json", help="write all figures to this file")
     args = parser.parse_args()
-    options = json.loads(args.engine_options)
+    options = json.loads(args.engine_options) | ({"quantization": args.quantization} if args.quantization else {})
     with tempfile.TemporaryDirectory(prefix="rdtplan-bench-") as scratch:
         work = Path(scratch)
         shapes = write_config(work / "0", TINY if args.tiny else LARGE, args.layers)
@@ -211,6 +213,7 @@ def main() -> None:
         plan = Path(args.plan or work / "fleet.plan")
         command = [sys.executable, "-m", "rdtplan.cli", "compile", str(work / "0")]
         command += ["--manifest", str(work / "manifest.json"), "-o", str(plan)]
+        command += ["--quantization", args.quantization] if args.quantization else []
         compiling = None if args.plan else subprocess.Popen(command)
         ray.init(num_cpus=16, num_gpus=0, include_dashboard=False, namespace=NAMESPACE, log_to_driver=True)
         gpus = "1,0" if args.apart else "0"
