@@ -21,9 +21,9 @@ from tests.vllm_server import (
     ROOT,
     Server,
     compile_plan,
+    cpu_testbed,
     make_source,
     server,
-    testbed,
     write_checkpoint,
 )
 from tests.vllm_trainer import Order
@@ -40,7 +40,7 @@ def sync_back_and_forth(name: str, directory: Path, *layout: str, repair: bool =
     checkpoints = {seed: write_checkpoint(name, directory / seed, ord(seed)) for seed in "AB"}
     options = [COMPILE_OPTION.get(word, word) for word in layout]
     plan = compile_plan(checkpoints["A"], *options)
-    environment = testbed(directory / "testbed") if "--enable-expert-parallel" in layout else {}
+    environment = cpu_testbed(directory / "testbed") if "--enable-expert-parallel" in layout else {}
     layout += ("--weight-transfer-config", '{"backend": "rdtexec"}')
     source = make_source(checkpoints["A"])
 
@@ -101,7 +101,7 @@ def test_trainers_of_every_layout(tmp_path: Path) -> None:
     Every byte is proved by checksum on the way, every answer is that of a fresh server.
     """
     layout = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
-    environment = testbed(tmp_path / "testbed")
+    environment = cpu_testbed(tmp_path / "testbed")
     checkpoints = {seed: write_checkpoint("Qwen3MoeForCausalLM", tmp_path / seed, ord(seed)) for seed in "AB"}
     options = (*layout, "--weight-transfer-config", '{"backend": "rdtexec"}')
     with server(checkpoints["B"], *options, environment=environment) as fresh:

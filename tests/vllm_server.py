@@ -181,7 +181,7 @@ def compile_plan(checkpoint: Path, *options: str) -> str:
     return str(plan)
 
 
-def testbed(directory: Path) -> dict[str, str]:
+def cpu_testbed(directory: Path) -> dict[str, str]:
     """Environment that switches the CPU test bed on: its entry points, as an installation would declare them."""
     project = tomllib.loads((TESTBED / "pyproject.toml").read_text())["project"]
     info = directory / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
