@@ -30,6 +30,8 @@ from tests.vllm_trainer import Order
 
 pytestmark = pytest.mark.slow
 
+TRANSPORTS = ("local", "nixl", "ray_rdt")
+
 
 def sync_back_and_forth(name: str, directory: Path, *layout: str, repair: bool = False) -> None:
     """Five syncs over each transport, between the checkpoint that the server loaded and another one."""
@@ -58,10 +60,10 @@ def sync_back_and_forth(name: str, directory: Path, *layout: str, repair: bool =
                 connect(fresh, "local", repair_reload=False)
             assert "RDT631" in fresh.log.read_text()
             assert fresh.completions() == expected["B"]
-    with server(checkpoints["A"], *layout, environment=environment) as running:
+    with ray_cluster("trainer"), server(checkpoints["A"], *layout, environment=environment) as running:
         expected["A"] = running.completions()
         assert expected["A"] != expected["B"]
-        for transport in ("local", "nixl"):
+        for transport in TRANSPORTS:
             trainer = connect(running, transport, repair)
             try:
                 for seed in "BABAB":
@@ -106,7 +108,10 @@ def test_trainers_of_every_layout(tmp_path: Path) -> None:
     options = (*layout, "--weight-transfer-config", '{"backend": "rdtexec"}')
     with server(checkpoints["B"], *options, environment=environment) as fresh:
         expected = {"B": fresh.completions()}
-    with server(checkpoints["A"], *options, environment=environment) as running:
+    with (
+        ray_cluster("trainer") as address,
+        server(checkpoints["A"], *options, environment=environment) as running,
+    ):
         expected["A"] = running.completions()
         assert expected["A"] != expected["B"]
         for name, world in (("whole", 1), ("fsdp", 2), ("stages", 2), ("shards", 4), ("experts", 4), ("fsdp", 4)):
@@ -115,12 +120,12 @@ def test_trainers_of_every_layout(tmp_path: Path) -> None:
                 world=world,
                 store="",
                 urls=(running.url,),
-                transports=("local", "nixl"),
-                sequence="BA",
+                transports=TRANSPORTS,
+                sequence="BABAB",
                 checkpoints={seed: str(path) for seed, path in checkpoints.items()},
                 expected=expected,
                 repair_reload=True,
-                ray="",
+                ray=address,
             )
             run_trainer(tmp_path / f"{name}-{world}", order, running)
 
@@ -142,7 +147,7 @@ def test_two_replicas(tmp_path: Path) -> None:
             world=2,
             store="",
             urls=(one.url, two.url),
-            transports=("local", "nixl", "ray_rdt"),
+            transports=TRANSPORTS,
             sequence="ABABA",
             checkpoints={seed: str(path) for seed, path in checkpoints.items()},
             expected=expected,
@@ -190,7 +195,7 @@ def test_a_dead_replica_is_left_out_and_rejoins(tmp_path: Path) -> None:
             trainer.shutdown()
 
 
-@pytest.mark.timeout(360)
+@pytest.mark.timeout(480)
 def test_llama(tmp_path: Path) -> None:
     """One worker."""
     sync_back_and_forth("LlamaForCausalLM", tmp_path)
@@ -208,7 +213,7 @@ def test_llama_over_two_data_parallel_workers(tmp_path: Path) -> None:
     sync_back_and_forth("LlamaForCausalLM", tmp_path, "--data-parallel-size", "2")
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(600)
 def test_experts_over_two_workers(tmp_path: Path) -> None:
     """Expert parallelism on the test bed; without `repair_reload` the init is refused and the server goes on."""
     layout = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
