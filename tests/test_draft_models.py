@@ -28,6 +28,7 @@ def test_one_sync_writes_both_models(method: str, tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["before"] is False and found["compared"] > 10
     assert found["left out"].startswith("RDT517") and "draft model would keep old weights" in found["left out"]
+    assert found["compiled at init"].startswith("RDT517")  # the live model alone is traced
     assert found["client cannot show"].startswith("RDT111")
     assert found["syncs"] == [{"generation_equal": True, "model": [], "draft": []}] * 2
     assert found["left out on purpose"] is True

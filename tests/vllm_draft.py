@@ -80,13 +80,14 @@ def main(directory: Path, method: str) -> dict[str, Any]:
     )
     from rdtexec.vllm.trainer import RdtExecTrainer, RdtExecTrainerInitInfo
 
-    def trainer(plan: Path, source: Path, client: Any, **extra: Any) -> Any:
+    def trainer(plan: Path | None, source: Path, client: Any, **extra: Any) -> Any:
         client.extra = extra
-        info = RdtExecTrainerInitInfo(rank=0, plan=str(plan), transport="local", repair_reload=True)
+        info = RdtExecTrainerInitInfo(rank=0, plan=str(plan or ""), transport="local", repair_reload=True)
         return RdtExecTrainer.trainer_init(info, client=client, source=CheckpointSource(source))
 
     found: dict[str, Any] = {"before": llm.collective_rpc(draft_state)[0] == wanted[2]}
     found["left out"] = refusal(lambda: trainer(plain, checkpoints["A"], Client(llm)))
+    found["compiled at init"] = refusal(lambda: trainer(None, checkpoints["A"], Client(llm)))
     found["client cannot show"] = refusal(lambda: trainer(both, directory / "trainer", InProcessClient(llm)))
     found["syncs"] = []
     with_both = trainer(both, directory / "trainer", Client(llm))
