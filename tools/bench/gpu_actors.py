@@ -35,21 +35,19 @@ class Engine:
         transfer: dict[str, Any] = {}
         if backend:
             transfer = {"weight_transfer_config": WeightTransferConfig(backend=backend), "load_format": "dummy"}
-        self.llm = LLM(
-            model=checkpoint,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=256,
-            max_num_seqs=4,
-            seed=0,
-            dtype="bfloat16",
-            kv_cache_memory_bytes=256 << 20,
-            gpu_memory_utilization=0.1,
-            enable_prefix_caching=False,
-            distributed_executor_backend=UniProcExecutor,
-            **transfer,
-            **options,
-        )
+        settings: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "max_num_seqs": 4,
+            "seed": 0,
+            "dtype": "bfloat16",
+            "kv_cache_memory_bytes": 256 << 20,
+            "gpu_memory_utilization": 0.1,
+            "enable_prefix_caching": False,
+            "distributed_executor_backend": UniProcExecutor,
+        }
+        self.llm = LLM(model=checkpoint, **(settings | transfer | options))
 
     def ready(self) -> str:
         import vllm
