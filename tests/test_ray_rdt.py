@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,13 @@ def test_bytes_that_change_on_the_way_are_found(cluster: str, tmp_path: Path, no
         recover(fleet, 2)
 
 
+def wait_until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline, f"process {pid} did not stop"
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_a_node_that_dies(cluster: str, tmp_path: Path, note: Note) -> None:
     """The trainer's rank and its ring actor are on a node of their own: both are gone, and another node takes over."""
@@ -115,7 +123,9 @@ def test_a_node_that_dies(cluster: str, tmp_path: Path, note: Note) -> None:
         with running(ALONE, tmp_path, "ray_rdt", ray_address=cluster, nodes=here, stall_timeout_s=120.0) as fleet:
             fleet.sync(0)
             assert fleet.wrong(0) == {}
+            fleet.ask(fleet.producers, "strike", Strike("serve", signal.SIGSTOP))
             fleet.begin(1)
+            wait_until_stopped(fleet.producers[0].process.pid)  # in the middle of the sync, for sure
             kill_node(node)
             fleet.producers[0].process.kill()
             endings = fleet.endings(fleet.everyone)
