@@ -29,6 +29,7 @@ from rdtplan.errors import InputError, PlanError, RdtError, TraceError
 from rdtplan.ir.manifest import SourceTensor
 from rdtplan.ir.plan import FleetPlan, Program, Waiver
 from rdtplan.ir.topology import InferenceTopology, Position, positions
+from rdtplan.trace.model import ZEROED
 from rdtplan.verify.findings import WAIVABLE
 
 LAYOUTS = {
@@ -234,13 +235,18 @@ def _compare(
     for rank, stock, consumer in zip(reference.ranks, reference.stock, plan.consumers, strict=True):
         program, wanted = consumer.program, dict(stock)
 
-        def load(model: torch.nn.Module, program: Program = program) -> None:
+        zeroed: set[str] = set()
+
+        def load(model: torch.nn.Module, program: Program = program, zeroed: set[str] = zeroed) -> None:
             oracle.load_planned(model, program, plan.manifest, reference.sources, "packed")
+            parameters = model.named_parameters(remove_duplicate=False)
+            zeroed.update(name for name, parameter in parameters if getattr(parameter, ZEROED, False))
 
         planned = loaded(rank, load)
         kept = {w.pattern for w in waivers if w.code == "RDT310"}
-        for tensor in kept & set(planned):  # nobody writes it: each model holds its own poison
-            if (planned[tensor] == oracle.PLAN_POISON).all() and (wanted[tensor] == oracle.STOCK_POISON).all():
+        for tensor in kept & set(planned):  # nobody writes it: each model holds its own poison, or the layer's zeros
+            untouched = 0 if tensor in zeroed else oracle.STOCK_POISON
+            if (planned[tensor] == oracle.PLAN_POISON).all() and (wanted[tensor] == untouched).all():
                 del planned[tensor], wanted[tensor]
         for tensor, count in oracle.compare(wanted, planned).items():
             different[f"{rank.position}: {tensor}"] = count
