@@ -42,6 +42,12 @@ class _Crashed(Exception):
     """It fails in the middle of a sync."""
 
 
+def import_peer() -> None:
+    """Import the peer and what it needs (seconds): before a fork, once for all."""
+    import vllm.distributed.weight_transfer.sharded_rdt_engine
+    import vllm.distributed.weight_transfer.sharded_rdt_trainer  # noqa: F401
+
+
 def check(reference: Reference, seed: int = 0) -> Outcome:
     """Sync every rank of a reference by the peer. `refused`: with an error at init; `crashed`: with one in the sync."""
     earlier = oracle.finite_sources(reference.entries, seed + 1)

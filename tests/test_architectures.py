@@ -56,9 +56,12 @@ def _check(name: str, layout: str, by_peer: bool, directory: Path, answer: Any) 
 
 def run_all() -> dict[str, Any]:
     """Every case in a fork of this process: [status, tensors that differ, reason, local operations]."""
+    import peer_recorder
+
     from rdtplan.trace.model import import_vllm
 
     import_vllm()
+    peer_recorder.import_peer()
     context = multiprocessing.get_context("fork")
     found: dict[str, Any] = {}
     cases = [(name, name, layout, False) for name, (layout, _) in CASES.items()]
