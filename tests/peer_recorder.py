@@ -86,8 +86,8 @@ def sync(model: torch.nn.Module, sources: Sources, consumer: int, consumers: int
     _Refused or _Crashed with the peer's error as cause.
     """
     with _no_devices(), torch.no_grad():
+        producer = _Producer(sources)
         try:
-            producer = _Producer(sources)
             engine = _engine(model, producer, consumer, consumers)
         except Exception as error:
             raise _Refused from error
