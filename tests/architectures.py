@@ -14,7 +14,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,8 +26,10 @@ from oracle import Rank, Sources
 
 from rdtplan.compiler import Fleet, compile_plan
 from rdtplan.errors import InputError, PlanError, RdtError, TraceError
+from rdtplan.ir.manifest import SourceTensor
 from rdtplan.ir.plan import FleetPlan, Program, Waiver
 from rdtplan.ir.topology import InferenceTopology, Position, positions
+from rdtplan.trace.model import ZEROED
 from rdtplan.verify.findings import WAIVABLE
 
 LAYOUTS = {
@@ -168,23 +170,46 @@ def is_moe(config_dir: Path) -> bool:
     return bool(engine_config(config_dir, InferenceTopology(), Position(0, 0, 0)).model_config.is_moe)
 
 
+@frozen
+class Reference:
+    """What stock `load_weights` leaves on every rank of a layout, and from what."""
+
+    config_dir: Path
+    topology: InferenceTopology
+    entries: Sequence[SourceTensor]
+    sources: Sources
+    ranks: list[Rank]
+    stock: list[dict[str, torch.Tensor]]
+    """The bytes of each rank's tensors, by name."""
+
+
 def check(config_dir: Path, name: str, topology: InferenceTopology, seed: int = 0) -> Outcome:
     """Compile a corpus model for a layout and compare every rank with stock `load_weights`."""
+    reference = stock_reference(config_dir, name, topology, seed)
+    return reference if isinstance(reference, Outcome) else check_plan(reference)
+
+
+def stock_reference(config_dir: Path, name: str, topology: InferenceTopology, seed: int = 0) -> Reference | Outcome:
+    """Every rank of a corpus model, loaded by vLLM; the outcome `stock` when vLLM does not load it."""
     entries = oracle.corpus_manifest(name)
     sources = oracle.finite_sources(entries, seed)
     ranks = [Rank(config_dir, topology, position) for position in positions(topology)]
     stock: list[dict[str, torch.Tensor]] = []
     for rank in ranks:
         try:
-            stock.append(_loaded(rank, lambda model: oracle.load_stock(model, sources)))
+            stock.append(loaded(rank, lambda model: oracle.load_stock(model, sources)))
         except Exception as error:
             return Outcome("stock", _words(error).replace(f" from {config_dir}", ""))
-    waivers: tuple[Waiver, ...] = ()
+    return Reference(config_dir, topology, entries, sources, ranks, stock)
+
+
+def check_plan(reference: Reference) -> Outcome:
+    """Compile a plan for the layout of a reference, execute it on every rank, and compare."""
     try:
-        plan, waivers = _compile(config_dir, entries, topology)
+        plan, waivers = _compile(reference.config_dir, reference.entries, reference.topology)
     except RdtError as error:
         return Outcome("refused", f"{error.code} {error.message.splitlines()[0]}"[:300])
-    return _compare(plan, waivers, ranks, stock, sources)
+    return _compare(plan, waivers, reference)
 
 
 def _compile(config_dir: Path, entries: Any, topology: InferenceTopology) -> tuple[FleetPlan, tuple[Waiver, ...]]:
@@ -204,21 +229,24 @@ def _compile(config_dir: Path, entries: Any, topology: InferenceTopology) -> tup
 def _compare(
     plan: FleetPlan,
     waivers: tuple[Waiver, ...],
-    ranks: list[Rank],
-    stock: list[dict[str, torch.Tensor]],
-    sources: Sources,
+    reference: Reference,
 ) -> Outcome:
     different: dict[str, int] = {}
-    for rank, wanted, consumer in zip(ranks, stock, plan.consumers, strict=True):
-        program = consumer.program
+    for rank, stock, consumer in zip(reference.ranks, reference.stock, plan.consumers, strict=True):
+        program, wanted = consumer.program, dict(stock)
 
-        def load(model: torch.nn.Module, program: Program = program) -> None:
-            oracle.load_planned(model, program, plan.manifest, sources, "packed")
+        zeroed: set[str] = set()
 
-        planned = _loaded(rank, load)
+        def load(model: torch.nn.Module, program: Program = program, zeroed: set[str] = zeroed) -> None:
+            oracle.load_planned(model, program, plan.manifest, reference.sources, "packed")
+            parameters = model.named_parameters(remove_duplicate=False)
+            zeroed.update(name for name, parameter in parameters if getattr(parameter, ZEROED, False))
+
+        planned = loaded(rank, load)
         kept = {w.pattern for w in waivers if w.code == "RDT310"}
-        for tensor in kept & set(planned):  # nobody writes it: each model holds its own poison
-            if (planned[tensor] == oracle.PLAN_POISON).all() and (wanted[tensor] == oracle.STOCK_POISON).all():
+        for tensor in kept & set(planned):  # nobody writes it: each model holds its own poison, or the layer's zeros
+            untouched = 0 if tensor in zeroed else oracle.STOCK_POISON
+            if (planned[tensor] == oracle.PLAN_POISON).all() and (wanted[tensor] == untouched).all():
                 del planned[tensor], wanted[tensor]
         for tensor, count in oracle.compare(wanted, planned).items():
             different[f"{rank.position}: {tensor}"] = count
@@ -229,14 +257,14 @@ def _compare(
     return Outcome(
         status,
         f"{len(different)} tensors, the first {first}" if different else ", ".join(accepted),
-        len(ranks),
+        len(reference.ranks),
         sum(p.parameters.held for p in programs),
         sum(len(p.operations) for p in programs),
         different,
     )
 
 
-def _loaded(rank: Rank, load: Callable[[torch.nn.Module], None]) -> dict[str, torch.Tensor]:
+def loaded(rank: Rank, load: Callable[[torch.nn.Module], None]) -> dict[str, torch.Tensor]:
     """The bytes of a model after a load, without plain attributes that it left alone: they may never have been set."""
     with rank.model() as model:
         before = oracle.snapshot(model)

@@ -35,32 +35,47 @@ CASES: dict[str, tuple[str, int]] = {
 }
 """Name -> (layout, least number of local operations). Where it is 0, copies and reshapes are read off as slices."""
 
+PEER_CASES: dict[str, tuple[str, str, set[str]]] = {
+    "LlamaForCausalLM": ("tp2", "exact", set()),
+    "Mamba2ForCausalLM": ("tp1", "different", {f"DP0 PP0 TP0: backbone.layers.{n}.mixer.A" for n in range(2)}),
+    "FalconForCausalLM": ("tp1", "refused", set()),
+}
+"""Name -> (layout, the peer's outcome, tensors that it leaves wrong). `A` is `-exp(A_log)`; it copies `A_log`."""
 
-def _check(name: str, layout: str, directory: Path, answer: Any) -> None:
-    from architectures import LAYOUTS, check, cpu_stand_ins
+
+def _check(name: str, layout: str, by_peer: bool, directory: Path, answer: Any) -> None:
+    import peer_recorder
+    from architectures import LAYOUTS, Outcome, check_plan, cpu_stand_ins, stock_reference
 
     with cpu_stand_ins():
-        found = check(oracle.corpus_config(name, directory), name, LAYOUTS[layout])
+        found = stock_reference(oracle.corpus_config(name, directory), name, LAYOUTS[layout])
+        if not isinstance(found, Outcome):
+            found = peer_recorder.check(found) if by_peer else check_plan(found)
     answer.send([found.status, sorted(found.tensors), found.reason, found.operations])
 
 
 def run_all() -> dict[str, Any]:
     """Every case in a fork of this process: [status, tensors that differ, reason, local operations]."""
+    import peer_recorder
+
     from rdtplan.trace.model import import_vllm
 
     import_vllm()
+    peer_recorder.import_peer()
     context = multiprocessing.get_context("fork")
     found: dict[str, Any] = {}
-    for name, (layout, _) in CASES.items():
+    cases = [(name, name, layout, False) for name, (layout, _) in CASES.items()]
+    cases += [(f"{name} by the peer", name, layout, True) for name, (layout, _, _) in PEER_CASES.items()]
+    for key, name, layout, by_peer in cases:
         mine, theirs = context.Pipe(duplex=False)
         with tempfile.TemporaryDirectory() as directory:
-            process = context.Process(target=_check, args=(name, layout, Path(directory), theirs))
+            process = context.Process(target=_check, args=(name, layout, by_peer, Path(directory), theirs))
             process.start()
             theirs.close()
             try:
-                found[name] = mine.recv()
+                found[key] = mine.recv()
             except EOFError:
-                found[name] = ["died", [], "", 0]
+                found[key] = ["died", [], "", 0]
             process.join()
     return found
 
@@ -80,6 +95,15 @@ def test_an_architecture_is_exact(name: str, outcomes: dict[str, Any]) -> None:
     status, tensors, reason, operations = outcomes[name]
     assert (status, tensors, reason) == ("exact", [], "")
     assert operations >= least and (least or not operations)
+
+
+@pytest.mark.parametrize("name", PEER_CASES)
+def test_the_peer_is_judged_by_what_it_leaves(name: str, outcomes: dict[str, Any]) -> None:
+    """Rule: the peer, executed in full, is held to the same bytes; an error of its own at init is a refusal."""
+    _, wanted, wrong = PEER_CASES[name]
+    status, tensors, reason, _ = outcomes[f"{name} by the peer"]
+    assert (status, set(tensors)) == (wanted, wrong)
+    assert bool(reason) == (status != "exact")
 
 
 if __name__ == "__main__":
