@@ -1,11 +1,11 @@
 """Put the experts where they are wanted: with EPLB a slot may hold any of them.
 
 The traces say what vLLM's loaders put into every slot. A slot that is to hold expert 5 is loaded as the first slot is
-that the traces have expert 5 in, on whichever worker that is: the same slices of the same sources go to the same places
+that they loaded expert 5 into, on whichever worker that is: the same slices of the same sources go to the same places
 of the other slot. So no name of a source is read and nothing is known of its form, be it a tensor an expert, one for
 all of them, or a scale.
 
->>> donors((0, 1, 2, 0), (2, 1, 0, 1))
+>>> donors({0: 0, 1: 1, 2: 2, 3: 0}, (2, 1, 0, 1))
 [2, 1, 0, 1]
 """
 
@@ -45,21 +45,29 @@ def place_experts(draft: Draft) -> Draft:
             for slot, load in slots.items():
                 loads[module].setdefault(slot, load)
     new: dict[str, list[_Load]] = {}
+    empty = sum(len(row) - len(loads[module]) for module, row in traced.items())
     for module, slots in loads.items():
-        chosen = [slots.get(k) for k in donors(traced[module], wanted[module])]
-        if any(load != slots.get(slot) for slot, load in enumerate(chosen)):
+        held = {slot: traced[module][slot] for slot in sorted(slots)}
+        chosen = [_NOTHING if k is None else slots[k] for k in donors(held, wanted[module])]
+        if any(load != slots.get(slot, _NOTHING) for slot, load in enumerate(chosen)):
             _check_alike(module, slots)
-            new[module] = [load or _NOTHING for load in chosen]
+            new[module] = chosen
     programs = tuple(ProgramDraft(_placed(trace, wanted, new)) for trace in traces)
-    return evolve(draft, programs=programs)
+    return evolve(draft, programs=programs, notes=(*draft.notes, *([_EMPTY.format(empty)] if empty else ())))
 
 
-def donors(traced: Ints, wanted: Ints) -> list[int]:
-    """For every slot, the first slot of `traced` that holds the expert that `wanted` has in it."""
+_EMPTY = (
+    "vLLM's own loaders leave {} redundant slots of experts empty; the plan loads them like the other slots of their "
+    "experts"
+)
+
+
+def donors(held: Mapping[int, int], wanted: Ints) -> list[int | None]:
+    """For every slot, the first slot that `held` has the expert in which `wanted` has there; None: nobody loaded it."""
     first: dict[int, int] = {}
-    for slot, expert in enumerate(traced):
+    for slot, expert in held.items():
         first.setdefault(expert, slot)
-    return [first[expert] for expert in wanted]
+    return [first.get(expert) for expert in wanted]
 
 
 # -- what is wanted ------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ module's own expert loader that loads it, and its first dimension counts the slo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -23,19 +23,17 @@ def find_experts(model: torch.nn.Module, watched: Watched, index: Mapping[int, i
 
     TraceError RDT219 for a layer whose slots cannot be told.
     """
-    managed = [(path, module) for path, module in model.named_modules() if hasattr(module, "expert_map_manager")]
-    if not managed:
+    layers = list(layers_of_experts(model))
+    if not layers:
         return NO_EXPERTS
     from vllm.distributed.eplb.eplb_state import EplbState
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     modules: list[str] = []
     logical: list[int] = []
     initial: list[Ints] = []
     rows: list[tuple[int, int, int]] = []
-    for path, module in managed:
-        if not isinstance(module, RoutedExperts) or not module.moe_config.moe_parallel_config.enable_eplb:
-            continue
+    for path, layer in layers:
+        module = layer.routed_experts
         config = module.moe_config
         redundant = config.num_experts - config.num_logical_experts
         placed = EplbState.build_initial_global_physical_to_logical_map(config.num_logical_experts, redundant)
@@ -43,11 +41,16 @@ def find_experts(model: torch.nn.Module, watched: Watched, index: Mapping[int, i
         modules.append(path)
         logical.append(config.num_logical_experts)
         initial.append(tuple(placed))
-    if not modules:
-        return NO_EXPERTS
     flat = tuple(expert for placed in initial for expert in placed)
     columns = zip(*sorted(rows), strict=True) if rows else ((), (), ())
     return Experts(tuple(modules), tuple(logical), tuple(accumulate(map(len, initial))), flat, flat, *columns)
+
+
+def layers_of_experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name of the leaf module that holds the experts, vLLM's layer around it), for all that take part in EPLB."""
+    for path, layer in model.named_modules():
+        if getattr(layer, "routed_experts", None) is not None and getattr(layer, "eplb_state", None) is not None:
+            yield f"{path}.routed_experts", layer
 
 
 def _slots(path: str, module: Any, watched: Watched) -> list[tuple[int, int]]:
