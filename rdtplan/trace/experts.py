@@ -6,7 +6,7 @@ module's own expert loader that loads it, and its first dimension counts the slo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from rdtplan.errors import TraceError
 from rdtplan.ir.experts import NO_EXPERTS, Experts
 from rdtplan.ir.manifest import Ints
-from rdtplan.trace.watch import Watched
+from rdtplan.trace.watch import Watched, layers_of_experts
 
 
 def find_experts(model: torch.nn.Module, watched: Watched, index: Mapping[int, int]) -> Experts:
@@ -44,13 +44,6 @@ def find_experts(model: torch.nn.Module, watched: Watched, index: Mapping[int, i
     flat = tuple(expert for placed in initial for expert in placed)
     columns = zip(*sorted(rows), strict=True) if rows else ((), (), ())
     return Experts(tuple(modules), tuple(logical), tuple(accumulate(map(len, initial))), flat, flat, *columns)
-
-
-def layers_of_experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name of the leaf module that holds the experts, vLLM's layer around it), for all that take part in EPLB."""
-    for path, layer in model.named_modules():
-        if getattr(layer, "routed_experts", None) is not None and getattr(layer, "eplb_state", None) is not None:
-            yield f"{path}.routed_experts", layer
 
 
 def _slots(path: str, module: Any, watched: Watched) -> list[tuple[int, int]]:
