@@ -1,7 +1,7 @@
 """Where the experts of a live model are, by vLLM's EPLB, held to what the plan says.
 
-Every layer of experts routes by tensors that EPLB updates whenever it moves experts, so they are the truth: the slots of
-a logical expert, and how many they are. They are read anew each time, all layers in one copy to the host.
+Every layer of experts routes by tensors that EPLB updates whenever it moves experts, so they are the truth: the slots
+of a logical expert, and how many they are. They are read anew each time, all layers in one copy to the host.
 """
 
 from __future__ import annotations

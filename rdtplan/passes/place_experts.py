@@ -3,10 +3,10 @@
 The traces say what vLLM's loaders put into every slot. A slot that is to hold expert 5 is loaded as the first slot is
 that they loaded expert 5 into, on whichever worker that is: the same slices of the same sources go to the same places
 of the other slot. So no name of a source is read and nothing is known of its form, be it a tensor an expert, one for
-all of them, or a scale.
+all of them, or a scale. Slots that the loaders left empty are loaded so, too.
 
->>> donors({0: 0, 1: 1, 2: 2, 3: 0}, (2, 1, 0, 1))
-[2, 1, 0, 1]
+>>> donors({0: 0, 1: 1, 2: 2, 3: 0}, (2, 1, 1, 0))
+[2, 1, 1, 3]
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def place_experts(draft: Draft) -> Draft:
     empty = sum(len(row) - len(loads[module]) for module, row in traced.items())
     for module, slots in loads.items():
         held = {slot: traced[module][slot] for slot in sorted(slots)}
-        chosen = [_NOTHING if k is None else slots[k] for k in donors(held, wanted[module])]
-        if any(load != slots.get(slot, _NOTHING) for slot, load in enumerate(chosen)):
+        chosen = donors(held, wanted[module])
+        if any(donor not in (None, slot) for slot, donor in enumerate(chosen)):
             _check_alike(module, slots)
-            new[module] = chosen
+            new[module] = [_NOTHING if donor is None else slots[donor] for donor in chosen]
     programs = tuple(ProgramDraft(_placed(trace, wanted, new)) for trace in traces)
     return evolve(draft, programs=programs, notes=(*draft.notes, *([_EMPTY.format(empty)] if empty else ())))
 
@@ -63,11 +63,14 @@ _EMPTY = (
 
 
 def donors(held: Mapping[int, int], wanted: Ints) -> list[int | None]:
-    """For every slot, the first slot that `held` has the expert in which `wanted` has there; None: nobody loaded it."""
+    """For every slot, itself where it holds the expert that `wanted` has there, else the first that does.
+
+    `held` has the slots that were loaded, ascending; None: nobody loaded this expert.
+    """
     first: dict[int, int] = {}
     for slot, expert in held.items():
         first.setdefault(expert, slot)
-    return [first.get(expert) for expert in wanted]
+    return [slot if held.get(slot) == expert else first.get(expert) for slot, expert in enumerate(wanted)]
 
 
 # -- what is wanted ------------------------------------------------------------------------------------------------
