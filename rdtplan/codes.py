@@ -254,8 +254,9 @@ CODES: dict[str, Code] = {
         "Give that name to owners as a whole, so that it is gathered, or shard it along another dimension.",
     ),
     "RDT306": Code(
-        "slots not loaded alike",
-        "Another placement of the experts was asked for, and what vLLM loads into one slot would not fit into another.",
+        "slots cannot change hands",
+        "Another placement of the experts was asked for, and slots are computed, or filled in different ways: they are "
+        "no copies that could go to another slot.",
         "Use the placement that vLLM starts with, or run this model without EPLB.",
     ),
     "RDT310": Code(

@@ -37,6 +37,7 @@ from rdtplan.ir.plan import (
 from rdtplan.ir.targets import AUTO, CPU, TARGETS, check_target, may_be_target
 from rdtplan.ir.topology import InferenceTopology, TransferSettings, positions
 from rdtplan.ir.traces import Fetches, RankTrace
+from rdtplan.ir.view import PlanInMemory, placement_of
 from rdtplan.passes import run_passes
 from rdtplan.passes.draft import Draft, ProgramDraft
 from rdtplan.verify import refuse, verify_fleet
@@ -107,7 +108,7 @@ def recompile(
         trainer_ranks=plan.ownership.ranks,
         settings=plan.settings,
         target=plan.compiler.target,
-        placement=placement_of(plan),
+        placement=placement_of(PlanInMemory(plan)) or None,
         waivers=plan.waivers,
     )
     entries = whole_entries(plan.manifest, plan.ownership)
@@ -143,12 +144,6 @@ def place_experts(plan: FleetPlan, placement: Placement) -> FleetPlan:
         evolve(plan.compiler, rdtplan=__version__),
     )
     return evolve(placed, notes=tuple(dict.fromkeys((*plan.notes, *placed.notes))))
-
-
-def placement_of(plan: FleetPlan) -> dict[str, Ints] | None:
-    """The expert in every slot of every layer, by leaf module; None without EPLB."""
-    rows = {module: row for c in plan.consumers for module, row in c.program.experts.rows().items()}
-    return rows or None
 
 
 def _traced(program: Program) -> RankTrace:
@@ -240,8 +235,6 @@ def check_fleet_input(fleet: Fleet) -> None:
     ]
     if s.staging_device not in ("gpu", "host"):
         wrong.append(f"staging_device must be gpu or host, is {s.staging_device!r}")
-    if fleet.placement is not None and t.redundant_experts is None:
-        wrong.append("a placement of experts needs EPLB: redundant-experts is not given")
     if wrong and not may_be_target(fleet.target):
         wrong.append(f"target must be one of {', '.join((AUTO, CPU, *TARGETS))}, is {fleet.target!r}")
     if wrong:

@@ -20,10 +20,11 @@ from unittest import mock
 import torch
 from attrs import evolve
 
-from rdtplan.compiler import Fleet, compile_plan, place_experts, placement_of
+from rdtplan.compiler import Fleet, compile_plan, place_experts
 from rdtplan.ir.manifest import Ints, SourceTensor
 from rdtplan.ir.plan import FleetPlan
 from rdtplan.ir.topology import InferenceTopology, TransferSettings, positions
+from rdtplan.ir.view import PlanInMemory, placement_of
 from rdtplan.trace import platform
 from tests import oracle
 from tests import quantized as cases
@@ -134,8 +135,8 @@ def outcome(
     first = compile_plan(config_dir, entries, fleet, jobs=1, **arguments)
     dice = random.Random(len(entries))
     for number in range(rounds):
-        placement = placement_of(first) if number == 0 else shuffled(first, dice, one_row=number % 2 == 0)
-        assert placement is not None
+        first_one = placement_of(PlanInMemory(first))
+        placement = shuffled(first, dice, one_row=number % 2 == 0) if number else first_one
         plan = place_experts(first, placement)
         again = compile_plan(config_dir, entries, evolve(fleet, placement=placement), jobs=1, **arguments)
         rows = set(placement.values())

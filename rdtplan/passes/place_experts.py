@@ -31,7 +31,7 @@ _K = TypeVar("_K")
 def place_experts(draft: Draft) -> Draft:
     """Every slot holds the expert that `draft.placement` wants there; without one, that of the traces.
 
-    InputError RDT120 for a placement that does not fit the model, PlanError RDT306 for slots that are not loaded alike.
+    InputError RDT120 for a placement that does not fit the model, PlanError RDT306 for slots that are not copies.
     """
     traces = [p.trace for p in draft.programs]
     traced = {module: row for t in traces for module, row in t.experts.rows().items()}
@@ -50,7 +50,6 @@ def place_experts(draft: Draft) -> Draft:
         held = {slot: traced[module][slot] for slot in sorted(slots)}
         chosen = donors(held, wanted[module])
         if any(donor not in (None, slot) for slot, donor in enumerate(chosen)):
-            _check_alike(module, slots)
             new[module] = [_NOTHING if donor is None else slots[donor] for donor in chosen]
     programs = tuple(ProgramDraft(_placed(trace, wanted, new)) for trace in traces)
     return evolve(draft, programs=programs, notes=(*draft.notes, *([_EMPTY.format(empty)] if empty else ())))
@@ -162,17 +161,6 @@ def _by_slot(trace: RankTrace, source: Region, dest: Region, row: int) -> Iterab
         raise _not_alike(
             f"a copy into {trace.parameters.names[row]!r} cannot be told apart by slots: {error}"
         ) from None
-
-
-def _check_alike(module: str, slots: Mapping[int, _Load]) -> None:
-    """What is loaded into one slot must fit into another."""
-    form = None
-    for slot, load in slots.items():
-        this = {name: [piece.place for piece in pieces] for name, pieces in load.items()}
-        form = form or this
-        if this != form:
-            names = next(name for name in (*form, *this) if form.get(name) != this.get(name))
-            raise _not_alike(f"slot {slot} of layer {module!r} is not loaded like the others: {names!r} differs")
 
 
 def _not_alike(what: str) -> PlanError:
