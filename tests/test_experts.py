@@ -21,7 +21,7 @@ from plans import COMPILER, MODEL, Scenario, Sizes, first_placement, load, make_
 import rdtplan
 from rdtplan.cli import main
 from rdtplan.compiler import assemble, check_fleet_input, place_experts
-from rdtplan.errors import InputError, PlanError
+from rdtplan.errors import InputError, PlanError, TraceError
 from rdtplan.inputs.experts import read_placement
 from rdtplan.ir.file import PlanFile
 from rdtplan.ir.operations import Leaves, Operations
@@ -30,6 +30,7 @@ from rdtplan.ir.topology import InferenceTopology, positions
 from rdtplan.ir.view import PlanInMemory, placement_of
 from rdtplan.report.inspect import render_summary, summarize
 from rdtplan.verify import verify_fleet
+from tests import oracle
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYER = "model.layers.1.mlp.experts"
@@ -46,8 +47,8 @@ def plan() -> FleetPlan:
     return make_plan(EPLB)
 
 
-def refused(action: Callable[[], Any]) -> InputError | PlanError:
-    with pytest.raises((InputError, PlanError)) as caught:
+def refused(action: Callable[[], Any]) -> Any:
+    with pytest.raises((InputError, PlanError, TraceError)) as caught:
         action()
     return caught.value
 
@@ -352,10 +353,10 @@ def test_a_plan_without_eplb_says_nothing_of_it(tmp_path: Path) -> None:
 # -- vLLM ------------------------------------------------------------------------------------------------------------
 
 
-def outcomes(*names: str) -> dict[str, Any]:
-    """What tests/placements.py finds, in a process of a GPU target."""
+def lines_of(script: str) -> list[Any]:
+    """The JSON that a script prints; it becomes a process of a GPU target."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "placements.py"), *names],
+        [sys.executable, str(ROOT / "tests" / script)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -363,14 +364,14 @@ def outcomes(*names: str) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(('["', '{"'))]
 
 
 def test_placed_experts_are_exact() -> None:
     """Every byte of every parameter, scales included, is what stock vLLM leaves with the wanted map."""
     from tests.placements import CASES, INCOMPLETE
 
-    found = outcomes()
+    found = dict(lines_of("placements.py"))
     assert set(found) == {*CASES, *INCOMPLETE}
     for name, rounds in found.items():
         assert len(rounds) >= 2
@@ -380,3 +381,53 @@ def test_placed_experts_are_exact() -> None:
             assert round["same as compiled"] or name.endswith("+cut"), (name, number)
     assert any(round["rows"] > 1 for rounds in found.values() for round in rounds)
     assert "leave 8 redundant slots" in found["bf16-moe+fused"][0]["notes"][0]
+
+
+def test_a_worker_is_held_to_the_placement() -> None:
+    """vLLM's own model and EPLB tables under the real engine: right plans are executed, wrong ones are refused."""
+    (found,) = lines_of("eplb_worker.py")
+    for name in ("first", "placed anew", "mended"):
+        assert found[name] == [], (name, found[name])
+    assert found["told apart"] and found["compared"] > 20
+    assert found["async"].startswith("RDT111") and "eplb_config.use_async" in found["async"]
+    assert found["compiled at init"].startswith("RDT111") and "--expert-placement" in found["compiled at init"]
+    assert "for workers without EPLB, this one runs with EPLB and 4 redundant experts" in found["no EPLB in the plan"]
+    assert "for workers with EPLB and 4 redundant experts, this one runs without" in found["no EPLB in the worker"]
+    slot = "layer 'model.layers.0.mlp.experts.routed_experts', slot 0: the plan writes expert"
+    for name in ("moved", "moved, anew"):
+        assert found[name].startswith(f"RDT519: {slot} 0 there, this worker holds expert 7; 11 more slots"), found[name]
+        assert "live_placement" in found[name] and "compile --from" in found[name]
+    assert found["moved in a sync"].startswith(f"RDT519: {slot} 7 there, this worker holds expert 0")
+    assert found["finish"].startswith("RDT605") and "no expert in slot 11 of 12" in found["impossible"]
+    said = found["trainer"]
+    assert [bool(x) for x in said] == [False, False, True, False] and slot in said[2]
+
+
+def test_a_loader_that_knows_no_redundant_experts_is_refused(tmp_path: Path) -> None:
+    """Llama 4 takes rows of all experts by slot, and there are none for redundant slots: on meta nobody would notice."""
+    error = refused(
+        lambda: rdtplan.compile(
+            oracle.corpus_config("Llama4ForCausalLM", tmp_path),
+            oracle.corpus_manifest("Llama4ForCausalLM"),
+            tensor_parallel=2,
+            expert_parallel=True,
+            redundant_experts=4,
+            target="sm90",
+            jobs=1,
+        )
+    )
+    assert error.code == "RDT207" and "row 8 of a tensor with 8 rows" in error.message
+
+
+def test_eplb_is_for_gpus(tmp_path: Path) -> None:
+    """vLLM says so itself; here the reason is passed on."""
+    config_dir, entries = (
+        oracle.corpus_config("Qwen3MoeForCausalLM", tmp_path),
+        oracle.corpus_manifest("Qwen3MoeForCausalLM"),
+    )
+    error = refused(
+        lambda: rdtplan.compile(
+            config_dir, entries, tensor_parallel=2, expert_parallel=True, redundant_experts=0, jobs=1
+        )
+    )
+    assert error.code == "RDT102" and "only supported on CUDA" in error.message

@@ -274,12 +274,12 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
                 code="RDT505",
             )
         eplb = [
-            "no EPLB" if redundant is None else f"EPLB with {redundant} redundant experts"
+            "without EPLB" if redundant is None else f"with EPLB and {redundant} redundant experts"
             for redundant in (plan.topology.redundant_experts, topology.redundant_experts)
         ]
         if eplb[0] != eplb[1]:
             raise PlanMismatch(
-                f"the plan is for {eplb[0]}, this worker runs with {eplb[1]}: its experts are in other slots",
+                f"the plan is for workers {eplb[0]}, this one runs {eplb[1]}: its experts are in other slots",
                 fix="compile it with --redundant-experts as the workers run, or without where enable_eplb is off",
                 code="RDT519",
             )
