@@ -20,12 +20,13 @@ from unittest import mock
 import torch
 from attrs import evolve
 
-from rdtplan.compiler import Fleet, compile_plan, place_experts
+from rdtplan.compiler import Fleet, compile_plan, place_experts, recompile
 from rdtplan.ir.manifest import Ints, SourceTensor
 from rdtplan.ir.plan import FleetPlan
 from rdtplan.ir.topology import InferenceTopology, TransferSettings, positions
 from rdtplan.ir.view import PlanInMemory, placement_of
 from rdtplan.trace import platform
+from rdtplan.verify import check_loaders
 from tests import oracle
 from tests import quantized as cases
 
@@ -132,6 +133,7 @@ def outcome(
     from vllm.distributed.eplb.eplb_state import EplbState
 
     sources = oracle.finite_sources(entries)
+    speculative = {k: v for k, v in arguments.items() if k == "speculative"}
     first = compile_plan(config_dir, entries, fleet, jobs=1, **arguments)
     dice = random.Random(len(entries))
     for number in range(rounds):
@@ -160,6 +162,7 @@ def outcome(
             "different": different,
             "traced": traced,
             "same as compiled": plan.identity == again.identity,
+            "loaders": [str(f) for f in check_loaders(plan, recompile(plan, config_dir, **speculative, jobs=1))],
             "same as before": plan.identity == first.identity,
             "rows": len(rows),
             "compared": len(planned),

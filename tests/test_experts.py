@@ -29,7 +29,7 @@ from rdtplan.ir.plan import FleetPlan, Program
 from rdtplan.ir.topology import InferenceTopology, positions
 from rdtplan.ir.view import PlanInMemory, placement_of
 from rdtplan.report.inspect import render_summary, summarize
-from rdtplan.verify import verify_fleet
+from rdtplan.verify import check_loaders, verify_fleet
 from tests import oracle
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -306,6 +306,20 @@ def test_workers_must_have_one_placement(plan: FleetPlan) -> None:
     assert found[0].code == "RDT330" and "placed otherwise than on the first worker" in found[0].sentence
 
 
+def test_slots_that_are_anothers_are_found_by_the_loaders(plan: FleetPlan) -> None:
+    """Without redundant experts two workers may exchange their slots and nothing in the plan tells: the model does."""
+    alone = make_plan(evolve(EPLB, topology=evolve(EPLB.topology, redundant_experts=0)))
+    other = alone
+    for worker in range(2):
+        program = alone.consumers[worker].program
+        first = alone.consumers[1 - worker].program.experts.first
+        other = edited(other, worker, evolve(program, experts=evolve(program.experts, first=first)))
+    assert verify_fleet(other) == []
+    found = check_loaders(other, alone)
+    assert [f.code for f in found] == ["RDT332", "RDT332"] and "experts.first: (4, 4, 4, 4)" in found[0].sentence
+    assert check_loaders(alone, alone) == []
+
+
 # -- reports and the command line ------------------------------------------------------------------------------------
 
 
@@ -378,6 +392,7 @@ def test_placed_experts_are_exact() -> None:
         for number, round in enumerate(rounds):
             assert round["different"] == {} and round["traced"] and round["compared"] > 20, (name, round)
             assert round["same as before"] == (number == 0), (name, number)
+            assert [f for f in round["loaders"] if " note: " not in f] == [], (name, round)
             assert round["same as compiled"] or name.endswith("+cut"), (name, number)
     assert any(round["rows"] > 1 for rounds in found.values() for round in rounds)
     assert "leave 8 redundant slots" in found["bf16-moe+fused"][0]["notes"][0]
