@@ -419,7 +419,7 @@ def test_a_worker_is_held_to_the_placement() -> None:
 
 
 def test_a_loader_that_knows_no_redundant_experts_is_refused(tmp_path: Path) -> None:
-    """Llama 4 takes rows of all experts by slot, and there are none for redundant slots: on meta nobody would notice."""
+    """Llama 4 takes rows of all experts by slot; redundant slots have none, and on meta nobody would notice."""
     error = refused(
         lambda: rdtplan.compile(
             oracle.corpus_config("Llama4ForCausalLM", tmp_path),
