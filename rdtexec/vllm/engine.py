@@ -143,10 +143,17 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
 
     def _check(self, info: RdtExecInitInfo) -> None:
         wrong: list[str] = []
-        if getattr(self.parallel_config, "enable_eplb", False):
-            wrong.append(
-                "enable_eplb moves experts between workers while serving, and the plan has them fixed: turn it off"
-            )
+        if self._redundant_experts() is not None:
+            if self.parallel_config.eplb_config.use_async:
+                wrong.append(
+                    "eplb_config.use_async keeps copies of experts from before a sync and puts them into slots after "
+                    "it, so old weights would come back: set it to false"
+                )
+            if info.compile_at:
+                wrong.append(
+                    "a plan that is compiled at init has the experts where vLLM starts, and EPLB moves them: with "
+                    "enable_eplb give a plan file, and place its experts by --expert-placement"
+                )
         if info.transport not in SETTINGS:
             wrong.append(f"transport must be one of {', '.join(SETTINGS)}, is {info.transport!r}")
         if info.checksums not in checksum.MODES:
@@ -211,7 +218,18 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         p = self.parallel_config
         independent = p.data_parallel_size == 1 and not self.vllm_config.model_config.is_moe
         engines = max(info.data_parallel_size, 1) if independent else p.data_parallel_size
-        return InferenceTopology(p.tensor_parallel_size, p.pipeline_parallel_size, engines, p.enable_expert_parallel)
+        return InferenceTopology(
+            p.tensor_parallel_size,
+            p.pipeline_parallel_size,
+            engines,
+            p.enable_expert_parallel,
+            redundant_experts=self._redundant_experts(),
+        )
+
+    def _redundant_experts(self) -> int | None:
+        """Slots for experts beyond one for each, with EPLB; None: it is off."""
+        p = self.parallel_config
+        return p.eplb_config.num_redundant_experts if getattr(p, "enable_eplb", False) else None
 
     def _position(self) -> Position:
         p = self.parallel_config
@@ -255,12 +273,17 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
                 fix="give both ends the same plan",
                 code="RDT505",
             )
-        planned = InferenceTopology(
-            plan.topology.tensor_parallel,
-            plan.topology.pipeline_parallel,
-            plan.topology.data_parallel,
-            plan.topology.expert_parallel,
-        )
+        eplb = [
+            "without EPLB" if redundant is None else f"with EPLB and {redundant} redundant experts"
+            for redundant in (plan.topology.redundant_experts, topology.redundant_experts)
+        ]
+        if eplb[0] != eplb[1]:
+            raise PlanMismatch(
+                f"the plan is for workers {eplb[0]}, this one runs {eplb[1]}: its experts are in other slots",
+                fix="compile it with --redundant-experts as the workers run, or without where enable_eplb is off",
+                code="RDT519",
+            )
+        planned = evolve(plan.topology, replicas=1)
         if planned != topology or plan.topology.replicas != info.num_replicas:
             raise PlanMismatch(
                 f"the plan is for {plan.topology}, this fleet is {topology} with {info.num_replicas} replicas",
@@ -270,10 +293,14 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         return plan
 
     def start_weight_update(self) -> None:
-        """Put the model into checkpoint format; after a failed sync connect anew first."""
+        """Put the model into checkpoint format; after a failed sync connect anew first.
+
+        PlanMismatch RDT519, and the model serves on, when EPLB has moved experts since.
+        """
         if self._is_shown:
             return
         consumer, destination = self._active()
+        destination.check()
         if consumer.failed:
             assert self._info is not None
             LOG.warning("connecting anew: %s", consumer.failed)
@@ -299,6 +326,7 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
             )
         consumer, destination = self._active()
         try:
+            destination.check()
             self.last_report = consumer.sync(update_info.sync_idx)
             self._synced = True
         except BaseException:

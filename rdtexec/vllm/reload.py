@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from rdtexec.destination import Destination
 from rdtexec.device import with_index
+from rdtexec.vllm.experts import check_placement
 from rdtplan.errors import PlanMismatch, TransferError
 from rdtplan.ir.plan import Program
 from rdtplan.trace.watch import Watched
@@ -40,7 +41,8 @@ class LayerwiseDestination(Destination):
     def __init__(self, model: torch.nn.Module, vllm_config: Any, program: Program, *, repair_reload: bool) -> None:
         """Hold the model's checkpoint format to the plan. The model serves unchanged afterwards, whatever happens.
 
-        PlanMismatch RDT501 when it differs; TransferError RDT631 for modules that vLLM reloads wrongly.
+        PlanMismatch RDT501 when it differs, RDT519 when its experts are placed otherwise; TransferError RDT631 for
+        modules that vLLM reloads wrongly.
         """
         self._model, self._vllm_config = model, vllm_config
         self._repair = repair_reload
@@ -53,6 +55,7 @@ class LayerwiseDestination(Destination):
                 fix="pass repair_reload=true to run the missing step, or use a vLLM without this fault",
                 code="RDT631",
             )
+        check_placement(program.experts, model)
         tied = Watched(model)  # a reload gives every module a tensor of its own; the kernel tensors keep the tie
         ties = {name: tuple(a) for name, a in zip(tied.names, tied.aliases, strict=True) if a}
         try:
@@ -82,6 +85,10 @@ class LayerwiseDestination(Destination):
                     fix="compile from a checkpoint without KV-cache scales",
                     code="RDT504",
                 )
+
+    def check(self) -> None:
+        """Every expert is still in the slot for which the plan has its weights."""
+        check_placement(self.program.experts, self._model)
 
     # -- one sync ------------------------------------------------------------------------------------------------------
 

@@ -91,6 +91,8 @@ def consumer_digest(program: Program, routing: Routing) -> str:
     converter = _converter()
     plain = converter.unstructure(program)
     del plain["provenance"], plain["untouched_reasons"]
+    if "experts" in plain:
+        del plain["experts"]["initial"]
     return sha256([plain, converter.unstructure(routing)])
 
 

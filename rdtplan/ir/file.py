@@ -353,6 +353,9 @@ class PlanFile:
         for field in ("program", name):
             index = self._reference(value, path)
             plain = self._plain(index)
+            default = attrs.fields_dict(Program)[name].default if field == name else attrs.NOTHING
+            if type(plain) is dict and field not in plain and default is not attrs.NOTHING:
+                return default
             value, path = plain.get(field) if type(plain) is dict else None, f"{path}.{field}"
         return self._fetch(self._reference(value, path), attrs.fields_dict(attrs.resolve_types(Program))[name].type)
 

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
+from rdtplan.ir.experts import NO_EXPERTS, Experts
 from rdtplan.ir.manifest import Ints, Manifest
 from rdtplan.ir.operations import Expression, Leaves, Operations
 from rdtplan.ir.regions import Region
-from rdtplan.ir.topology import InferenceTopology, Ownership, Position, TransferSettings
+from rdtplan.ir.topology import OMITTED, InferenceTopology, Ownership, Position, TransferSettings
 from rdtplan.ir.traces import Fills, Parameters
 
 FORMAT = "1.0"
@@ -177,6 +178,8 @@ class Program:
     pulled).
     """
     provenance: Provenance = field(metadata=SHARED)
+    experts: Experts = field(default=NO_EXPERTS, metadata=SHARED | OMITTED)
+    """Which logical expert is in which slot, under EPLB."""
 
 
 @frozen(slots=True)

@@ -173,6 +173,10 @@ def make_converter(
 
     def unstructure_factory(cls: type) -> Callable[[Any], Any]:
         special = overrides(cls) if store else {}
+        for a in attrs.fields(cls):
+            if a.metadata.get("omitted"):
+                hook = special[a.name].unstruct_hook if a.name in special else None
+                special[a.name] = override(omit_if_default=True, unstruct_hook=hook)
         return cast(Callable[[Any], Any], make_dict_unstructure_fn(cls, converter, **special))
 
     def structure_factory(cls: type) -> Callable[[Any, Any], Any]:

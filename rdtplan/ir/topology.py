@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import field, frozen
 
 from rdtplan.ir.manifest import Ints
+
+OMITTED = {"omitted": True}
+"""Field metadata: left out where it has its default, so that what does not use it has the bytes that it had before."""
 
 
 @frozen(slots=True)
@@ -16,6 +19,8 @@ class InferenceTopology:
     data_parallel: int = 1
     expert_parallel: bool = False
     replicas: int = 1
+    redundant_experts: int | None = field(default=None, metadata=OMITTED)
+    """With EPLB: how many slots for experts a layer has beyond one for each; None: EPLB is off."""
 
     @property
     def workers_per_replica(self) -> int:

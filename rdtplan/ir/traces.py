@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
+from rdtplan.ir.experts import NO_EXPERTS, Experts
 from rdtplan.ir.manifest import Ints
 from rdtplan.ir.operations import NO_LEAVES, NO_OPERATIONS, Expression, Leaves, Operations
 from rdtplan.ir.regions import Region
@@ -110,13 +111,14 @@ class RankTrace:
     expressions: tuple[Expression, ...] = ()
     operation_loaders: Ints = ()
     """An operation: index into `loaders`."""
+    experts: Experts = NO_EXPERTS
 
 
 def written(trace: RankTrace) -> tuple[Any, ...]:
     """All that a plan executes of a trace. Workers whose traces are equal in it run the same program."""
     return (
         *(trace.parameters, trace.regions, trace.dtype_table, trace.fetches, trace.fills),
-        *(trace.operations, trace.leaves, trace.expressions),
+        *(trace.operations, trace.leaves, trace.expressions, trace.experts),
     )
 
 

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from rdtplan.ir.file import encode
+from rdtplan.ir.manifest import Ints
 from rdtplan.ir.plan import ConsumerPlan, FleetPlan, ProducerPlan
 
 
@@ -27,6 +28,12 @@ class PlanView(Protocol):
 
     def table(self, consumer_id: int, name: str) -> Any:
         """One table of a worker's program."""
+
+
+def placement_of(plan: PlanView) -> dict[str, Ints]:
+    """The expert in every slot of every layer, by leaf module; empty without EPLB."""
+    width = plan.field("topology").workers_per_replica
+    return {module: row for c in range(width) for module, row in plan.table(c, "experts").rows().items()}
 
 
 class PlanInMemory:

@@ -17,11 +17,13 @@ from rdtplan.passes.group_names import group_names
 from rdtplan.passes.number_sequences import number_sequences
 from rdtplan.passes.pack_chunks import pack_chunks
 from rdtplan.passes.part_sources import part_sources
+from rdtplan.passes.place_experts import place_experts
 from rdtplan.passes.route_chunks import route_chunks
 from rdtplan.passes.serve_chunks import serve_chunks
 from rdtplan.passes.time_free_signals import time_free_signals
 
 PASSES: tuple[Callable[[Draft], Draft], ...] = (
+    place_experts,
     part_sources,
     group_names,
     classify_owners,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
+from rdtplan.ir.experts import Placement
 from rdtplan.ir.manifest import Ints, Manifest, Piece
 from rdtplan.ir.plan import Chunks, GatherGroup, Keys, Lifetimes, MemoryForecast, ProducerPlan, Provenance, Scatters
 from rdtplan.ir.topology import InferenceTopology, Ownership, TransferSettings
@@ -46,6 +47,8 @@ class Draft:
     """Worker index in a replica -> index into `programs`."""
     pieces: tuple[tuple[Piece, ...], ...] = ()
     """Pieces in which each name is held, none where its owners have all of it; or no column at all."""
+    placement: Placement | None = None
+    """Which expert every slot is to hold, under EPLB; None: that of the traces."""
     notes: tuple[str, ...] = ()
     groups: tuple[GatherGroup, ...] = ()
     group_of: Ints = ()

@@ -14,8 +14,9 @@ from typing import Any
 from attrs import fields, frozen
 
 from rdtplan.ir.dtypes import itemsize
+from rdtplan.ir.experts import differences
 from rdtplan.ir.plan import ConsumerPlan, Program
-from rdtplan.ir.view import PlanView
+from rdtplan.ir.view import PlanView, placement_of
 from rdtplan.report.names import fold_names, template
 from rdtplan.report.units import human_bytes, plural, ranges
 
@@ -106,6 +107,7 @@ _LABELS = {
     "pipeline_parallel": "PP",
     "data_parallel": "DP",
     "expert_parallel": "EP",
+    "redundant_experts": "redundant experts (EPLB)",
     "num_rdt_buffers": "num_rdt_buffers (K)",
     "stages_in_flight": "stages_in_flight (S)",
     "config_digest": "config.json",
@@ -131,10 +133,25 @@ def _causes(a: PlanView, b: PlanView) -> list[Change]:
         old, new = a.field("manifest"), b.field("manifest")
         text = f"manifest of {len(old):,} -> {len(new):,} names" if len(old) != len(new) else "another manifest"
         found.append(Change("manifest", a.field("manifest_digest"), b.field("manifest_digest"), text))
+    found += _placements(a, b)
     waivers = [[f"{w.code}:{w.pattern}" for w in x.field("waivers")] for x in (a, b)]
     if waivers[0] != waivers[1]:
         found.append(Change("waivers", *waivers, f"waivers {_short(waivers[0])} -> {_short(waivers[1])}"))
     return found
+
+
+def _placements(a: PlanView, b: PlanView) -> list[Change]:
+    """Layers of experts that both plans have, in as many slots, where slots hold another expert."""
+    old, new = placement_of(a), placement_of(b)
+    rows = [m for m in old if m in new and len(old[m]) == len(new[m]) and old[m] != new[m]]
+    if not rows:
+        return []
+    first, total = rows[0], sum(len(differences(old[m], new[m])) for m in rows)
+    slot = differences(old[first], new[first])[0]
+    more = f", and {total - 1:,} more" if total > 1 else ""
+    text = f"expert placement: {first} slot {slot}: expert {old[first][slot]} -> expert {new[first][slot]}{more}"
+    before, after = ({m: list(side[m]) for m in rows} for side in (old, new))
+    return [Change("program.experts", before, after, text)]
 
 
 def _other_owners(a: PlanView, b: PlanView) -> bool:

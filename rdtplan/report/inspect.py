@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from rdtplan.ir.experts import differences
 from rdtplan.ir.file import PlanFile
 from rdtplan.report.tables import bar, paragraph, table
 from rdtplan.report.units import human_bytes, plural, ranges
@@ -37,10 +38,12 @@ def summarize(file: PlanFile) -> dict[str, Any]:
             "pipeline_parallel": topology.pipeline_parallel,
             "data_parallel": topology.data_parallel,
             "expert_parallel": topology.expert_parallel,
+            "redundant_experts": topology.redundant_experts,
             "replicas": topology.replicas,
             "workers": topology.workers,
             "trainer_ranks": len(overview.served_nbytes),
         },
+        "experts": _experts(file, topology.workers_per_replica),
         "settings": {name: getattr(settings, name) for name in type(settings).__slots__ if name != "__weakref__"},
         "traffic": {
             "nbytes": sum(overview.pulled_nbytes),
@@ -76,6 +79,21 @@ def summarize(file: PlanFile) -> dict[str, Any]:
         "notes": list(file.field("notes")),
         "waivers": [f"{w.code}:{w.pattern}" for w in file.field("waivers")],
     }
+
+
+def _experts(file: PlanFile, workers: int) -> dict[str, int] | None:
+    """Layers, experts and slots under EPLB, and in how many slots another expert is than where vLLM starts."""
+    layers: dict[str, tuple[int, int, int]] = {}
+    for held in (file.table(c, "experts") for c in range(workers)):
+        start = 0
+        for module, logical, end in zip(held.modules, held.logical, held.slot_end, strict=True):
+            moved = len(differences(held.experts[start:end], held.initial[start:end]))
+            layers[module] = logical, end - start, moved
+            start = end
+    if not layers:
+        return None
+    logical, slots, moved = (sum(column) for column in zip(*layers.values(), strict=True))
+    return {"layers": len(layers), "experts": logical, "slots": slots, "moved": moved}
 
 
 def chunk_sizes(file: PlanFile, workers: int) -> dict[str, Any]:
@@ -145,6 +163,12 @@ def _head(summary: dict[str, Any], width: int) -> list[str]:
             f"{human_bytes(traffic['broadcast_nbytes'])} ({100 * less:.1f}% less)",
         ),
     ]
+    if (experts := summary["experts"]) is not None:
+        moved, redundant = experts["moved"], experts["slots"] - experts["experts"]
+        placed = f"{plural(moved, 'slot')} with another expert than where vLLM starts" if moved else "as vLLM starts"
+        layers = plural(experts["layers"], "layer")
+        text = f"EPLB: {experts['experts']:,} and {redundant:,} redundant in {layers}; {placed}"
+        facts.insert(4, ("experts", text))
     return [line for name, text in facts for line in paragraph(f"{name:<9}{text}", width, 9)]
 
 

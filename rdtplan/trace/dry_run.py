@@ -25,6 +25,7 @@ from rdtplan.ir.targets import AUTO
 from rdtplan.ir.topology import InferenceTopology, Position, positions
 from rdtplan.ir.traces import Fetches, Fills, Parameters, RankTrace, distinct_traces
 from rdtplan.trace.draft import Draft, draft_of
+from rdtplan.trace.experts import find_experts
 from rdtplan.trace.model import ZEROED, build_model, engine_config, model_identity, read_config
 from rdtplan.trace.platform import live_target, without_devices
 from rdtplan.trace.ranks import simulated_rank
@@ -107,7 +108,7 @@ def _trace(
         if draft is not None:
             draft.share(model)
             watched.follow(whole)
-        return _to_trace(recorder, watched, position)
+        return _to_trace(recorder, watched, position, whole)
     except RdtError:
         raise
     except Exception as error:
@@ -169,7 +170,7 @@ def _check_model_kept(model: torch.nn.Module, watched: Watched, recorder: Record
                 )
 
 
-def _to_trace(recorder: Recorder, watched: Watched, position: Position) -> RankTrace:
+def _to_trace(recorder: Recorder, watched: Watched, position: Position, whole: torch.nn.Module) -> RankTrace:
     shared = _drop_gone(recorder, watched.gone)
     overwritten = _drop_overwritten(recorder, watched)
     _fill_padding(recorder, watched)
@@ -187,6 +188,7 @@ def _to_trace(recorder: Recorder, watched: Watched, position: Position) -> RankT
     operations, leaves = _operation_tables(recorder, index)
     return RankTrace(
         position=position,
+        experts=find_experts(whole, watched, index),
         parameters=parameters,
         regions=tuple(recorder.regions),
         dtype_table=tuple(dtype_name(d) for d in recorder.dtypes),

@@ -99,6 +99,8 @@ def engine_config(
     arguments: dict[str, Any] = dict(engine_settings())
     if speculative is not None:
         arguments["speculative_config"] = dict(speculative)
+    if topology.redundant_experts is not None:
+        arguments |= {"enable_eplb": True, "eplb_config": {"num_redundant_experts": topology.redundant_experts}}
     try:
         with _inspecting_directly():
             vllm_config = EngineArgs(

@@ -334,7 +334,11 @@ class Recorder(TorchFunctionMode):
         value = self._value(t)
         if value is None:
             return None
-        rows = [row % value.shape[0] for row in index.tolist()]
+        count = value.shape[0]
+        outside = next((row for row in index.tolist() if not -count <= row < count), None)
+        if outside is not None:  # on meta nobody checks
+            raise IndexError(f"row {outside} of a tensor with {count} rows")
+        rows = [row % count for row in index.tolist()]
         inner, strides = value.shape[1:], values.contiguous_stride(value.shape)
         steps = {b - a for a, b in pairwise(rows)} or {0}
         if len(steps) == 1 and min(steps) >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -168,6 +169,13 @@ def together(model: torch.nn.Module, draft: torch.nn.Module) -> torch.nn.Module:
     both.__dict__.update({k: v for k, v in vars(model).items() if k not in vars(both)})
     both._modules = {**model._modules, DRAFT.rstrip("."): draft}
     return both
+
+
+def layers_of_experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name of the leaf module that holds the experts, vLLM's layer around it), for all that take part in EPLB."""
+    for path, layer in model.named_modules():
+        if getattr(layer, "routed_experts", None) is not None and getattr(layer, "eplb_state", None) is not None:
+            yield f"{path}.routed_experts", layer
 
 
 def _scales_cache(module: torch.nn.Module) -> bool:

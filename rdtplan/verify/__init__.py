@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rdtplan.ir.plan import FleetPlan
 from rdtplan.verify.coverage import Prover, TooScattered, check_destinations, check_sources
+from rdtplan.verify.experts import check_experts
 from rdtplan.verify.findings import Finding, refuse, waived
 from rdtplan.verify.loaders import check_entries, check_loaders
 from rdtplan.verify.ranks import check_ranks
@@ -30,6 +31,6 @@ def _check_coverage(plan: FleetPlan) -> list[Finding]:
     for consumer in programs.values():
         where = f"worker {consumer.consumer_id} ({consumer.position})"
         findings += check_destinations(consumer.program, prover, where)
-    findings += check_ranks(plan, prover)
+    findings += check_ranks(plan, prover) + check_experts(plan)
     tied = plan.model.tied_embeddings
     return findings + check_sources(plan.manifest, [c.program for c in programs.values()], prover, tied_head=tied)

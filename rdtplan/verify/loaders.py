@@ -74,6 +74,7 @@ def _check_worker(ours: ConsumerPlan, theirs: ConsumerPlan, manifest: Manifest) 
         Finding("RDT332", f"{where}: {sentence}", names)
         for sentence, names in (
             *_geometry(a, b),
+            *_experts(a, b),
             *_copies(a, b, manifest),
             *_fills(a, b),
             *_operations(a, b),
@@ -99,6 +100,15 @@ def _geometry(a: Program, b: Program) -> Iterator[Difference]:
     for name in live:
         yield f"the model of this vLLM has {live[name][1]} {name!r}, which the plan does not know", (name,)
         return
+
+
+def _experts(a: Program, b: Program) -> Iterator[Difference]:
+    """The placement itself is an input; which parameters have slots, and which slots these are, the model says."""
+    for column in ("modules", "logical", "slot_end", "parameters", "layers", "first"):
+        x, y = getattr(a.experts, column), getattr(b.experts, column)
+        if x != y:
+            yield f"experts.{column}: {x} in the plan, {y} in the model of this vLLM", (f"experts.{column}",)
+            return
 
 
 def _copies(a: Program, b: Program, manifest: Manifest) -> Iterator[Difference]:

@@ -59,10 +59,15 @@ def check_ranks(plan: FleetPlan, prover: Prover) -> list[Finding]:
         return findings
     findings += _check_operations(engine)
     operands = {n for w in engine for n in w.program.parameters.names[w.program.parameters.held :]}
-    copies = _Copies(plan)
+    copies = Copies(plan)
+    slotted = {
+        w.program.parameters.names[row] for w in engine for row in w.program.experts.parameters
+    }  # expert by expert: rdtplan.verify.experts
     sharing: dict[tuple[str, str, str], dict[int, list[_Taken]]] = {}
     for worker in engine:
         for parameter, source, dtype, taken, dest in copies.of(worker.program):
+            if parameter in slotted:
+                continue
             row = _Taken(worker.consumer_id, worker.position, taken, dest)
             sharing.setdefault((source, dtype, parameter), {}).setdefault(worker.consumer_id, []).append(row)
     findings += _check_sources(sharing)
@@ -72,7 +77,7 @@ def check_ranks(plan: FleetPlan, prover: Prover) -> list[Finding]:
 # -- copies ------------------------------------------------------------------------------------------------------
 
 
-class _Copies:
+class Copies:
     """The copies of programs as loaders made them: pieces put together again, and so are slices that were cut."""
 
     def __init__(self, plan: FleetPlan) -> None:
@@ -348,15 +353,20 @@ def _shared_unevenly(by_worker: dict[int, list[_Taken]]) -> tuple[str, str] | No
 
 
 def _runs(rows: list[_Taken]) -> list[Run] | None:
-    """Copies as runs that are contiguous on both sides, joined where they go on; None: too many."""
+    return runs_of((row.source, row.dest) for row in rows)
+
+
+def runs_of(copies: Iterable[tuple[Region, Region]]) -> list[Run] | None:
+    """Copies (region of the source, region of the parameter) as runs that are contiguous on both sides, joined where
+    they go on; None: too many."""
     runs: list[Run] = []
-    for row in rows:
-        shape, source, dest = refine(row.source, row.dest)
+    for taken, place in copies:
+        shape, source, dest = refine(taken, place)
         whole = bool(shape) and source[-1] == dest[-1] == 1
         outer, n = (shape[:-1], shape[-1]) if whole else (shape, 1)
         if prod(outer) > MOST_RUNS or len(runs) > MOST_RUNS:
             return None
-        starts = [(row.dest.offset, row.source.offset)]
+        starts = [(place.offset, taken.offset)]
         for size, by, to in zip(outer, source, dest, strict=False):
             starts = [(d + i * to, s + i * by) for d, s in starts for i in range(size)]
         runs += [(d, s, n) for d, s in starts]
@@ -377,7 +387,7 @@ def _cut(runs: list[Run], borders: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _check_parameters(
-    sharing: dict[tuple[str, str, str], dict[int, list[_Taken]]], operands: set[str], copies: _Copies, prover: Prover
+    sharing: dict[tuple[str, str, str], dict[int, list[_Taken]]], operands: set[str], copies: Copies, prover: Prover
 ) -> list[Finding]:
     """A tensor that goes to several parameters: all that each takes of it is the same, or apart.
 

@@ -24,6 +24,7 @@ from rdtplan.ir.digests import (
     pair_digests,
 )
 from rdtplan.ir.dtypes import ITEMSIZE
+from rdtplan.ir.experts import by_slot
 from rdtplan.ir.manifest import Ints, Manifest
 from rdtplan.ir.pieces import gathered_nbytes
 from rdtplan.ir.plan import (
@@ -193,10 +194,50 @@ def check_program(program: Program, manifest: Manifest, groups: int, classes: in
     spans = [span(r)[1] if r.numel else 0 for r in program.regions]
     _check_layout(c, program, manifest, spans)
     _check_destinations_inside(c, program, spans)
+    _check_experts(c, program)
     for field, sentence, code in operation_flaws(program):
         c.that(False, field, sentence, code)
     c.digest(program.geometry_digest, geometry_digest(program.parameters), "geometry_digest", "the parameters")
     return c.findings
+
+
+def _check_experts(c: _Checks, program: Program) -> None:
+    """The table of experts: layers, slots, and parameters that have them."""
+    e, p = program.experts, program.parameters
+    if not (
+        c.that(len(e.modules) == len(e.logical) == len(e.slot_end), "experts.modules", "a layer lacks its slots")
+        and c.that(len(e.initial) == len(e.experts), "experts.initial", "a slot lacks its first expert")
+        and c.that(len(e.parameters) == len(e.layers) == len(e.first), "experts.parameters", "one lacks its layer")
+    ):
+        return
+    c.ascending(e.slot_end, len(e.experts), "experts.slot_end")
+    c.indices(e.parameters, p.held, "experts.parameters")
+    c.indices(e.layers, len(e.modules), "experts.layers")
+    if c.findings or not e.modules:
+        return
+    c.that(len(set(e.modules)) == len(e.modules), "experts.modules", "a layer stands twice")
+    for layer, (module, row) in enumerate(e.rows().items()):
+        what = f"layer {module!r} must hold each of its experts, 0 to {e.logical[layer] - 1}, and no other"
+        c.that(set(row) == set(range(e.logical[layer])), "experts.experts", what)
+    for k, layer, first in zip(e.parameters, e.layers, e.first, strict=True):
+        name, shape, stride = p.names[k], p.shapes[k], p.strides[k]
+        slots = len(e.placed(layer))
+        ours = p.module_names[p.modules[k]] == e.modules[layer]
+        c.that(ours, "experts.layers", f"{name!r} is not of layer {e.modules[layer]!r}")
+        apart = bool(shape) and 1 + sum((n - 1) * s for n, s in zip(shape[1:], stride[1:], strict=True)) <= stride[0]
+        fits = apart and first >= 0 and first + shape[0] <= slots
+        c.that(fits, "experts.first", f"{name!r} of shape {shape} cannot have {slots} slots from slot {first} on")
+    if c.findings:
+        return
+    size = {row: p.strides[row][0] for row in e.parameters}
+    for key, parameter, dest in zip(
+        program.scatters.key, program.scatters.parameter, program.scatters.region, strict=True
+    ):
+        if parameter in size:
+            try:
+                list(by_slot(program.regions[program.keys.region[key]], program.regions[dest], size[parameter]))
+            except ValueError as error:
+                c.that(False, "scatters.region", f"a copy into {p.names[parameter]!r} is of no slot: {error}")
 
 
 def _check_layout(c: _Checks, program: Program, manifest: Manifest, spans: list[int]) -> None:
@@ -453,6 +494,7 @@ def check_fleet(plan: FleetPlan) -> list[Finding]:
 def _check_topology(c: _Checks, plan: FleetPlan) -> None:
     t = plan.topology
     sizes = (t.tensor_parallel, t.pipeline_parallel, t.data_parallel, t.replicas)
+    c.that((t.redundant_experts or 0) >= 0, "topology.redundant_experts", f"{t.redundant_experts} is less than 0")
     if not c.that(all(n >= 1 for n in sizes), "topology", f"sizes {sizes} must be 1 or more"):
         return
     what = f"{len(plan.consumers)} plans for {t.workers} workers"

@@ -30,6 +30,10 @@ SCENARIOS = {
         topology=InferenceTopology(tensor_parallel=2, data_parallel=2, expert_parallel=True),
         trainer_ranks=3,
     ),
+    "redundant": Scenario(
+        sizes=Sizes(layers=3, experts=8),
+        topology=InferenceTopology(tensor_parallel=2, expert_parallel=True, redundant_experts=4),
+    ),
 }
 
 
