@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,39 @@ def test_errors_cross_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(TraceError, match="died without an answer") as died:
         rdtplan.compile(config_dir, entries, target="sm80", jobs=1)
     assert died.value.code == "RDT217"
+
+
+@pytest.mark.parametrize("ending", ["refused", "killed"])
+def test_no_process_outlives_a_compile(ending: str, tmp_path: Path) -> None:
+    """The tracing process and its workers end with the command: it is refused by one of them, or killed."""
+    config_dir = oracle.corpus_config("Llama4ForCausalLM", tmp_path)
+    redundant = ["--redundant-experts", "2"] if ending == "refused" else []  # its loader does not run with any
+    command = [sys.executable, "-m", "rdtplan.cli", "compile", str(config_dir), "--tp", "2", "--ep", *redundant]
+    command += ["--target", "sm90", "--jobs", "2", "-o", str(tmp_path / "x.plan")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, env=_environment())
+    try:
+        if ending == "killed":
+            _wait_for(lambda: len(_descendants(process.pid)) >= 3)  # the tracing process and its two workers
+            process.kill()
+        output, _ = process.communicate(timeout=200)  # every process that is left holds this pipe
+    finally:
+        process.kill()
+    if ending == "refused":
+        assert process.returncode == 1
+        assert b"RDT207" in output and b"vllm/model_executor/models/llama4.py:" in output
+    assert not (tmp_path / "x.plan").exists()
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(d for child in children for d in _descendants(child))]
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("when", ["late", pytest.param("twice", marks=pytest.mark.slow)])

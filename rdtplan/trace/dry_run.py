@@ -27,6 +27,7 @@ from rdtplan.ir.traces import Fetches, Fills, Parameters, RankTrace, distinct_tr
 from rdtplan.trace.draft import Draft, draft_of
 from rdtplan.trace.experts import find_experts
 from rdtplan.trace.model import ZEROED, build_model, engine_config, model_identity, read_config
+from rdtplan.trace.parent import end_with_parent
 from rdtplan.trace.platform import live_target, without_devices
 from rdtplan.trace.ranks import simulated_rank
 from rdtplan.trace.recorder import Operand, Recorder, is_machinery, place
@@ -430,6 +431,7 @@ _request: TraceRequest | None = None
 def _one_thread(request: TraceRequest) -> None:
     global _request
     _request = request
+    end_with_parent()
     torch.set_num_threads(1)
     gc.disable()  # a child lives for a few traces, and what vLLM imported is much to walk
 

@@ -19,6 +19,7 @@ from rdtplan.errors import RdtError, TraceError
 from rdtplan.ir.targets import AUTO, check_target
 from rdtplan.trace import platform
 from rdtplan.trace.dry_run import FleetTrace, TraceRequest, trace_fleet
+from rdtplan.trace.parent import end_with_parent
 
 Progress = Callable[[int, int], None] | None
 
@@ -78,6 +79,7 @@ def _messages(request: TraceRequest, jobs: int | None) -> Iterator[tuple[str, An
 
 def main() -> None:
     """The other process."""
+    end_with_parent()
     with open(int(sys.argv[1]), "wb") as answers:
 
         def answer(kind: str, value: Any) -> None:
