@@ -555,10 +555,11 @@ class Producer:
                 self._uses[cid] = transport
             self._state.forget(cid)
             self._note_progress()
+            hit = self._hit(cid) if old is not None else None
             link.send("committed")  # before anybody can send it word of a sync that this may fail
         if old is not None:
             old.close()
-            self._fail(cid, TransferError(f"consumer {cid} connected anew during the sync", code="RDT601"))
+        self._fail(hit, TransferError(f"consumer {cid} connected anew during the sync", code="RDT601"))
 
     def _pair_digest(self, cid: int) -> str | None:
         consumer = self.plan.consumers.get(cid)
@@ -566,26 +567,31 @@ class Producer:
         return pairs.get(self.plan.producer.rank)
 
     def _drop(self, cid: int | None, link: Link, error: RdtError) -> None:
-        current = False
+        hit = None
         with self._changed:
             if link in self._strangers:
                 self._strangers.remove(link)
                 self._welcomed.pop(link, None)
             if cid is not None and self._links.get(cid) is link:  # and not of a consumer that has connected anew
-                current = True
+                hit = self._hit(cid)
                 del self._links[cid]
                 self._lost[cid] = error
             self._changed.notify_all()
         link.close()
-        if current and cid is not None:
-            self._fail(cid, error)
+        self._fail(hit, error)
 
-    def _fail(self, cid: int, error: RdtError) -> None:
-        """Fail the running sync, if `cid` takes part in it: the gather may be long, so everybody is told from here."""
+    def _hit(self, cid: int) -> tuple[int, Collection[int]] | None:
+        """The running sync and its consumers, when the loss of `cid` fails it.
+
+        Asked under the lock under which `cid` is lost: a sync that begins after that has another connection of it.
+        """
         state = self._state
-        with self._changed:
-            running, sync, live = state.running, state.sync, state.live
-        if running and cid in live:
+        return (state.sync, state.live) if state.running and cid in state.live else None
+
+    def _fail(self, hit: tuple[int, Collection[int]] | None, error: RdtError) -> None:
+        """Fail a sync: the gather may be long, so everybody is told from here."""
+        if hit is not None:
+            sync, live = hit
             what = f"sync {sync} failed on producer {self.plan.producer.rank}: {error.message}"
             self._abort(TransferError(what, fix=error.fix, code=error.code), sync, live)
 
