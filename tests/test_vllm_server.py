@@ -48,7 +48,7 @@ def sync_back_and_forth(name: str, directory: Path, *layout: str, repair: bool =
 
     def connect(to: Server, transport: str, repair_reload: bool) -> Any:
         info = RdtExecTrainerInitInfo(rank=0, plan=plan, transport=transport, repair_reload=repair_reload)
-        client = HTTPVLLMWeightSyncClient(to.url, timeout=60)
+        client = HTTPVLLMWeightSyncClient(to.url, timeout=240)
         return RdtExecTrainer.trainer_init(info, client=client, source=source)
 
     with server(checkpoints["B"], *layout, environment=environment) as fresh:
@@ -198,39 +198,39 @@ def test_a_dead_replica_is_left_out_and_rejoins(tmp_path: Path) -> None:
             trainer.shutdown()
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 def test_llama(tmp_path: Path) -> None:
     """One worker."""
     sync_back_and_forth("LlamaForCausalLM", tmp_path)
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 def test_llama_over_two_workers(tmp_path: Path) -> None:
     """Tensor parallelism: each worker receives its own shards."""
     sync_back_and_forth("LlamaForCausalLM", tmp_path, "--tensor-parallel-size", "2")
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 def test_llama_over_two_data_parallel_workers(tmp_path: Path) -> None:
     """Two engines behind one server, which vLLM makes independent of each other: a dense model has nothing to share."""
     sync_back_and_forth("LlamaForCausalLM", tmp_path, "--data-parallel-size", "2")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_experts_over_two_workers(tmp_path: Path) -> None:
     """Expert parallelism on the test bed; without `repair_reload` the init is refused and the server goes on."""
     layout = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
     sync_back_and_forth("Qwen3MoeForCausalLM", tmp_path, *layout, repair=True)
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 def test_deepseek_over_two_workers(tmp_path: Path) -> None:
     """The DeepSeek-V3 form, latent attention and shared experts, tensor and expert parallel."""
     layout = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
     sync_back_and_forth("DeepseekV3ForCausalLM@mla", tmp_path, *layout, repair=True)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_experts_over_two_data_parallel_workers(tmp_path: Path) -> None:
     """Data with expert parallelism: two engine processes behind one server, each with half of the experts."""
     layout = ("--data-parallel-size", "2", "--enable-expert-parallel")
