@@ -48,7 +48,7 @@ from rdtplan.ir.traces import RankTrace, distinct_traces, written
 PROTOCOL = 1
 PATIENCE = 2.5
 """A worker waits so many deadlines for the plan: all others may use up one, and rank 0 knows who is to blame."""
-REASON_S = 1.0
+REASON_S = 5.0
 """When the inference side fails, the reason may still be on its way from the worker that knows it."""
 GOODBYE_S = 5.0
 """How long rank 0, when it has told why there is no plan, waits for the workers to end their init."""
