@@ -243,7 +243,7 @@ def _compare(
             zeroed.update(name for name, parameter in parameters if getattr(parameter, ZEROED, False))
 
         planned = loaded(rank, load)
-        kept = {w.pattern for w in waivers if w.code == "RDT310"}
+        kept = {*program.untouched, *(w.pattern for w in waivers if w.code == "RDT310")}
         for tensor in kept & set(planned):  # nobody writes it: each model holds its own poison, or the layer's zeros
             untouched = 0 if tensor in zeroed else oracle.STOCK_POISON
             if (planned[tensor] == oracle.PLAN_POISON).all() and (wanted[tensor] == untouched).all():
