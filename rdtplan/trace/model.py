@@ -258,10 +258,9 @@ def _is_padded(module: torch.nn.Module) -> bool:
 
 def _load_plainly(model: torch.nn.Module) -> None:
     """Take the wrappers off loaders that quantize a layer as soon as all of it has come: that is post-processing."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
     for tensor in model.parameters():
-        if hasattr(tensor, "weight_loader"):
-            plain = layerwise._get_original_loader(tensor)
-            if plain is not tensor.weight_loader:
-                tensor.weight_loader = plain
+        loader = plain = getattr(tensor, "weight_loader", None)
+        while getattr(plain, "__name__", "") == "online_process_loader":  # a `functools.partial` has no name
+            plain = plain.__wrapped__
+        if plain is not loader:
+            tensor.weight_loader = plain
