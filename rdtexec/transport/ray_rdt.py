@@ -1,9 +1,11 @@
 """`ray_rdt`: packed chunks over Ray Direct Transport, for fleets whose processes already live in one Ray cluster.
 
-A producer packs into serve rings as `nixl` does, but the rings lie in shared memory that an actor of its own, on the
-same node, has mapped and registered. Consumers make one object ref a chunk, the first time they read it, and get it
-again every sync: Ray then reads the ring's memory as it is, without a call to the actor. The barrier that this needs,
-a chunk is read only after it was packed for this sync, is the producer's ready message.
+A producer packs into serve rings as `nixl` does, but the rings lie in memory that it shares with an actor of its own on
+the same node, which has registered it: host memory of the producer, or, where the trainer computes on a GPU, memory
+that the actor allocated there (UCX hands out only what a process allocated itself, and takes TCP for the rest).
+Consumers make one object ref a chunk, the first time they read it, and get it again every sync: Ray then reads the
+ring's memory as it is, without a call to the actor. The barrier that this needs, a chunk is read only after it was
+packed for this sync, is the producer's ready message.
 
 Traps, all of them seen: a handle from `ray.get_actor` does not know that its methods move tensors; Ray keeps targets by
 weak reference and lands elsewhere when one is gone, so the landing address is checked; a restarted actor keeps its id
@@ -22,7 +24,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from rdtexec.cuda_ipc import MappedMemory, SharedMemory
 from rdtexec.destination import Destination
+from rdtexec.device import with_index
 from rdtexec.plans import TrainerPlan, WorkerPlan
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
@@ -57,17 +61,30 @@ def _map(pid: int, descriptor: int, nbytes: int) -> torch.Tensor:
         os.close(opened)
 
 
+def _same_gpus() -> dict[str, str]:
+    """Environment in which an actor that asks Ray for no GPU sees those of this process, by the same numbers."""
+    visible = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
+    return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", **visible}
+
+
 class RingServer:
-    """The actor: it maps a producer's rings and lets Ray read them. It decides nothing and copies nothing."""
+    """The actor: it holds a producer's rings and lets Ray read them. It decides nothing and copies nothing."""
 
     def __init__(self) -> None:
         self._rings: list[torch.Tensor] = []
 
     def add(self, pid: int, descriptor: int, nbytes: int) -> int:
-        """Map and register one ring; its index."""
+        """Map and register a ring in host memory; its index."""
+        return self._register(_map(pid, descriptor, nbytes))
+
+    def add_on_gpu(self, ordinal: int, nbytes: int) -> tuple[int, dict[str, Any]]:
+        """Allocate and register a ring on a GPU; its index, and what the producer needs to map it."""
+        shared = SharedMemory(nbytes, torch.device("cuda", ordinal))
+        return self._register(shared.memory), shared.facts
+
+    def _register(self, memory: torch.Tensor) -> int:
         from ray.experimental import register_nixl_memory
 
-        memory = _map(pid, descriptor, nbytes)
         register_nixl_memory(memory)
         self._rings.append(memory)
         return len(self._rings) - 1
@@ -78,12 +95,13 @@ class RingServer:
 
 
 class RayProducer(RingProducer):
-    """Serve rings in shared memory, and the actor that Ray reads them through."""
+    """Serve rings that are shared with an actor, through which Ray reads them."""
 
     name: ClassVar[str] = "ray_rdt"
 
     def __init__(self, device: torch.device) -> None:
-        """Chunks are packed into host memory, whatever `device` the trainer computes on."""
+        """Chunks are packed into memory of `device`."""
+        self._device = with_index(device)
 
     def attach(self, plan: TrainerPlan, sharers: dict[int, tuple[int, ...]]) -> None:
         ray = _ray()
@@ -105,6 +123,7 @@ class RayProducer(RingProducer):
         self._namespace = context.namespace
         self._actor_name = f"rdtexec-{self._plan.identity[:8]}-{self._rank}-{uuid.uuid4().hex[:8]}"
         self._descriptors: list[int] = []
+        self._mapped: list[MappedMemory] = []
         self._ring_of: dict[int, int] = {}
         self._rings = ServeRings(self._plan, self._sharers, self._allocate)
         self._actor = (
@@ -112,28 +131,37 @@ class RayProducer(RingProducer):
             .options(
                 name=self._actor_name,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+                runtime_env={"env_vars": _same_gpus()} if self._device.type == "cuda" else None,
             )
             .remote()
         )
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        ray = _ray()
-        descriptor = os.memfd_create(f"rdtexec-ring-{self._rank}")
         try:
-            os.ftruncate(descriptor, nbytes)
-            memory = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-            index = ray.get(self._actor.add.remote(os.getpid(), descriptor, nbytes), timeout=START_TIMEOUT_S)
-        except (OSError, ValueError, ray.exceptions.RayError) as error:
-            os.close(descriptor)
+            if self._device.type == "cuda":
+                added = self._actor.add_on_gpu.remote(self._device.index, nbytes)
+                index, facts = _ray().get(added, timeout=START_TIMEOUT_S)
+                self._mapped.append(MappedMemory(facts, self._device))
+                memory = self._mapped[-1].memory
+            else:
+                index, memory = self._allocate_on_host(nbytes)
+        except (OSError, ValueError, RuntimeError, _ray().exceptions.RayError) as error:
             raise TransferError(
-                f"producer {self._rank}: its ring actor {self._actor_name} cannot serve {nbytes:,} bytes: "
-                f"{str(error).splitlines()[0]}",
-                fix="look at that actor's log; it must run on this node, with NIXL installed",
+                f"producer {self._rank}: its ring actor {self._actor_name} cannot serve {nbytes:,} bytes on "
+                f"{self._device}: {str(error).splitlines()[0]}",
+                fix="look at that actor's log; it must run on this node, see the GPUs of this process, and have NIXL",
                 code="RDT617",
             ) from None
-        self._descriptors.append(descriptor)
         self._ring_of[memory.data_ptr()] = index
         return memory
+
+    def _allocate_on_host(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        descriptor = os.memfd_create(f"rdtexec-ring-{self._rank}")
+        self._descriptors.append(descriptor)
+        os.ftruncate(descriptor, nbytes)
+        memory = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+        added = self._actor.add.remote(os.getpid(), descriptor, nbytes)
+        return _ray().get(added, timeout=START_TIMEOUT_S), memory
 
     def welcome(self, consumer: int) -> dict[str, Any]:
         ray = _ray()
@@ -169,7 +197,9 @@ class RayProducer(RingProducer):
             _ray().kill(self._actor)
         for descriptor in self._descriptors:
             os.close(descriptor)
-        self._descriptors = []
+        for mapped in self._mapped:
+            mapped.close()
+        self._descriptors, self._mapped = [], []
 
 
 class RayConsumer(PackedConsumer):
