@@ -56,6 +56,7 @@ class Setup:
     authkey: bytes
     devices: Devices
     checksums: str
+    ray_address: str
     answer_s: float = ANSWER_S
 
 
@@ -119,8 +120,16 @@ def _see(devices: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
 
 
+def _join_ray(setup: Setup) -> None:
+    if setup.ray_address:
+        import ray
+
+        ray.init(address=setup.ray_address, namespace="fleet", log_to_driver=False, configure_logging=False)
+
+
 def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
     _see(setup.devices.trainer_sees)
+    _join_ray(setup)
     torch.set_num_threads(1)
     plan = load_trainer(setup.path, rank)
     device = torch.device(setup.devices.trainer)
@@ -158,6 +167,7 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
 
 def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
     _see(setup.devices.worker_sees)
+    _join_ray(setup)
     torch.set_num_threads(1)
     device = torch.device(setup.devices.worker)
     if device.type == "cuda":
@@ -200,13 +210,19 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
 
 @contextlib.contextmanager
 def running(
-    scenario: Scenario, directory: Path, transport: str, devices: Devices, *, checksums: str = "off"
+    scenario: Scenario,
+    directory: Path,
+    transport: str,
+    devices: Devices,
+    *,
+    checksums: str = "off",
+    ray_address: str = "",
 ) -> Iterator[Fleet]:
     """Write the plan, start every process, connect, and clean up."""
     plan = make_plan(scenario)
     path = directory / "fleet.plan"
     write_plan(plan, path)
-    setup = Setup(scenario, plan, str(path), transport, new_authkey(), devices, checksums)
+    setup = Setup(scenario, plan, str(path), transport, new_authkey(), devices, checksums, ray_address)
     mains: dict[str, Any] = {f"producer {r}": (producer_main, (setup, r)) for r in range(scenario.trainer_ranks)}
     for replica in range(scenario.topology.replicas):
         for position in positions(scenario.topology):

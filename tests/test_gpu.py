@@ -6,6 +6,7 @@ Needs a CUDA device (`-m gpu`); tests between devices need two.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from rdtexec.moves import Move, make_move
 from rdtplan.ir.topology import InferenceTopology, TransferSettings
 from tests.gpu_fleet import Devices, running
 from tests.plans import Scenario, Sizes
+from tests.ray_cluster import ray_cluster
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device")]
@@ -82,6 +84,32 @@ CASES = {
 def test_every_parameter_is_byte_exact(case: tuple[Scenario, str, Devices], tmp_path: Path) -> None:
     """Four syncs of late weights into modules whose memory moves: what stock loaders would have left."""
     with running(*case[:1], tmp_path, *case[1:]) as fleet:
+        for sync in range(4):
+            fleet.sync(sync)
+            assert fleet.wrong(sync) == {}, sync
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    pytest.importorskip("ray")
+    with ray_cluster() as address:
+        yield address
+
+
+RAY_CASES = {
+    "streams": (STREAMS, Devices()),
+    "small chunks, one slot": (SMALL_CHUNKS, Devices()),
+    "host staging": (staged(STREAMS, "host"), HOST),
+    "apart": pytest.param((REPLICAS, APART), marks=two_gpus),
+    "crossed": pytest.param((STREAMS, CROSSED), marks=two_gpus),
+}
+
+
+@pytest.mark.parametrize("case", RAY_CASES.values(), ids=RAY_CASES)
+def test_ray_direct_transport_is_byte_exact(case: tuple[Scenario, Devices], cluster: str, tmp_path: Path) -> None:
+    """As over the other transports; every trainer rank's ring actor holds its rings where that rank serves from."""
+    scenario, devices = case
+    with running(scenario, tmp_path, "ray_rdt", devices, ray_address=cluster) as fleet:
         for sync in range(4):
             fleet.sync(sync)
             assert fleet.wrong(sync) == {}, sync
