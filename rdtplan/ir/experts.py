@@ -5,8 +5,6 @@ logical expert, and some experts are held more than once. A parameter of such a 
 its first dimension, so a region of it tells which slots it is of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from attrs import frozen

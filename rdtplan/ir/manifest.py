@@ -3,9 +3,8 @@
 Stored as columns: a 235B mixture of experts has 36,945 names, and a worker loads its plan in milliseconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
+from functools import cached_property
 from math import prod
 
 from attrs import frozen
@@ -67,11 +66,12 @@ class Manifest:
         """Bytes of the full tensor."""
         return prod(self.shape(k)) * itemsize(self.dtype(k))
 
-    def nbytes_column(self) -> list[int]:
+    @cached_property
+    def nbytes_column(self) -> Ints:
         """Bytes of every full tensor; equal tensors are worked out once."""
         pairs = set(zip(self.dtypes, self.shapes, strict=True))
         nbytes = {(d, s): prod(self.shape_table[s]) * itemsize(self.dtype_table[d]) for d, s in pairs}
-        return list(map(nbytes.__getitem__, zip(self.dtypes, self.shapes, strict=True)))
+        return tuple(map(nbytes.__getitem__, zip(self.dtypes, self.shapes, strict=True)))
 
 
 def build_manifest(entries: Iterable[SourceTensor]) -> Manifest:

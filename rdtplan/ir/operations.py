@@ -13,8 +13,6 @@ Rules of evaluation, which hold for every node:
   outweighs a number, unless the lighter one is of a higher kind (a real number makes integers real).
 """
 
-from __future__ import annotations
-
 from math import prod
 
 from attrs import frozen

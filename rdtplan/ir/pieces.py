@@ -93,7 +93,7 @@ def gathered_nbytes(manifest: Manifest, ownership: Ownership) -> Ints:
     They are taken to hold it in equal parts, as FSDP does. A piece is published as it is held, by however many.
     """
     found = [0] * ownership.ranks
-    for name, cls, nbytes in zip(manifest.names, ownership.class_of, manifest.nbytes_column(), strict=True):
+    for name, cls, nbytes in zip(manifest.names, ownership.class_of, manifest.nbytes_column, strict=True):
         owners = ownership.classes[cls]
         if len(owners) > 1 and not _PIECE.search(name):
             for rank in owners:

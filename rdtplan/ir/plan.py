@@ -15,8 +15,6 @@ All tables are columns of equal length. Sizes and offsets named `nbytes` or `off
 bytes; everything inside a Region is elements.
 """
 
-from __future__ import annotations
-
 from attrs import field, frozen
 
 from rdtplan.ir.experts import NO_EXPERTS, Experts

@@ -7,8 +7,6 @@ canonical form (so that two spellings of one slice are one key), the common refi
 destination, cuts, and coverage proofs.
 """
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Iterable, Iterator
 from math import inf, prod

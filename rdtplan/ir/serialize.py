@@ -157,7 +157,7 @@ def make_converter(
         return lambda values: [out(v) for v in values], back_each
 
     def overrides(cls: type) -> dict[str, Any]:
-        attrs.resolve_types(cls)
+        attrs.resolve_types(cls)  # nothing to do where annotations are no strings, as in the modules of the plan
         found: dict[str, Any] = {}
         for a in attrs.fields(cls):
             if a.metadata.get("shared"):

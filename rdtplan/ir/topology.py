@@ -1,7 +1,5 @@
 """The two fleets and how they talk: trainer layout, inference topology, transfer settings."""
 
-from __future__ import annotations
-
 from attrs import field, frozen
 
 from rdtplan.ir.manifest import Ints

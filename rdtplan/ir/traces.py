@@ -1,7 +1,5 @@
 """What a dry run leaves behind: a worker's parameters and every write its loaders made, as plain columns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import compress, count, pairwise, repeat, zip_longest
-from operator import add, gt, lt, mod, or_
+from itertools import pairwise, zip_longest
 from typing import TypeVar
 
 import attrs
@@ -88,11 +87,6 @@ class _Checks:
         for name in (a.name for a in attrs.fields(type(found))):
             value, expected = getattr(found, name), getattr(wanted, name)
             self.that(value == expected, f"{field}.{name}", f"it says {value}, the plan has {expected}")
-
-
-def _first(flags: Iterable[object]) -> int | None:
-    """Index of the first true flag, at the speed of the iterators it is made of."""
-    return next(compress(count(), flags), None)
 
 
 def _pick(table: Sequence[T], column: Iterable[int]) -> Iterable[T]:
@@ -188,7 +182,8 @@ def check_program(program: Program, manifest: Manifest, groups: int, classes: in
     ok = all(a <= b for a, b in pairwise(ends)) and ends[-1] == len(leaves)
     c.that(ok, "operations.leaf_end", f"ends must ascend to {len(leaves)}")
     c.that(set(fills.before) <= {0, 1}, "fills.before", "expected 0 or 1")
-    c.that(set(scatters.key) == set(range(len(keys))), "scatters.key", "a key is fetched and goes nowhere")
+    everywhere = len(set(scatters.key)) == len(keys)  # of indices that are in range
+    c.that(everywhere, "scatters.key", "a key is fetched and goes nowhere")
     if c.findings:
         return c.findings
     spans = [span(r)[1] if r.numel else 0 for r in program.regions]
@@ -241,28 +236,33 @@ def _check_experts(c: _Checks, program: Program) -> None:
 
 
 def _check_layout(c: _Checks, program: Program, manifest: Manifest, spans: list[int]) -> None:
+    """Every slice lies in its source tensor and at a place of its own in its chunk; every scatter is of its chunk."""
     keys, chunks = program.keys, program.chunks
+    held = tuple(_pick(manifest.nbytes_column, keys.source))
     sizes = [ITEMSIZE[d] for d in program.dtype_table]
-    _check_reads_inside(c, program, manifest, sizes, spans)
     numels = [r.numel for r in program.regions]
-    nbytes_of = {(r, d): numels[r] * sizes[d] for r, d in set(zip(keys.region, keys.dtype, strict=True))}
-    ends = list(map(add, keys.offset, map(nbytes_of.__getitem__, zip(keys.region, keys.dtype, strict=True))))
-    reaches = [0, *ends[:-1]]  # where the slice before ends
-    for end in chunks.key_end[:-1]:
-        reaches[end] = 0
-    overlaps = map(lt, keys.offset, reaches)
-    unaligned = map(mod, keys.offset, repeat(ALIGNMENT))
-    k = _first(map(or_, overlaps, unaligned))
-    if k is not None:
-        what = f"{keys.offset[k]} overlaps the slice before it or is not {ALIGNMENT}-aligned"
-        c.that(False, f"keys.offset[{k}]", what)
+    sound: set[object] = set()
     start = start_scatter = 0
     for chunk, end in enumerate(chunks.key_end):
-        c.that(
-            ends[end - 1] == chunks.nbytes[chunk],
-            f"chunks.nbytes[{chunk}]",
-            f"its slices end at byte {ends[end - 1]:,}, it is {chunks.nbytes[chunk]:,} long",
-        )
+        rows = held[start:end], keys.region[start:end], keys.dtype[start:end], keys.offset[start:end]
+        layout = rows, chunks.nbytes[chunk]
+        if layout not in sound:  # layers repeat: what fits once fits again
+            sound.add(layout)
+            reach = 0
+            for k, (nbytes, region, dtype, offset) in enumerate(zip(*rows, strict=True), start):
+                size, name = sizes[dtype], manifest.names[keys.source[k]]
+                end_byte = spans[region] * size
+                what = f"{offset} overlaps the slice before it or is not {ALIGNMENT}-aligned"
+                c.that(offset >= reach and offset % ALIGNMENT == 0, f"keys.offset[{k}]", what)
+                what = f"the slice leaves {name!r}: it ends at byte {end_byte:,} of {nbytes:,}"
+                c.that(end_byte <= nbytes, f"keys.region[{k}]", what, "RDT314")
+                what = f"{name!r} has {nbytes:,} bytes, no whole number of elements"
+                c.that(nbytes % size == 0, f"keys.dtype[{k}]", what)
+                if c.findings:
+                    return
+                reach = offset + numels[region] * size
+            what = f"its slices end at byte {reach:,}, it is {chunks.nbytes[chunk]:,} long"
+            c.that(reach == chunks.nbytes[chunk], f"chunks.nbytes[{chunk}]", what)
         scattered = program.scatters.key[start_scatter : chunks.scatter_end[chunk]]
         if not start <= min(scattered) <= max(scattered) < end:
             s = next(i for i, key in enumerate(scattered) if not start <= key < end)
@@ -270,42 +270,34 @@ def _check_layout(c: _Checks, program: Program, manifest: Manifest, spans: list[
         start, start_scatter = end, chunks.scatter_end[chunk]
 
 
-def _check_reads_inside(c: _Checks, program: Program, manifest: Manifest, sizes: list[int], spans: list[int]) -> None:
-    """Every slice lies in its source tensor; layers and experts ask the same question, so each is answered once."""
-    keys, nbytes_of = program.keys, manifest.nbytes_column()
-    asked = list(zip(_pick(nbytes_of, keys.source), keys.region, keys.dtype, strict=True))
-    for nbytes, region, dtype in dict.fromkeys(asked):
-        end_byte = spans[region] * sizes[dtype]
-        if end_byte <= nbytes and nbytes % sizes[dtype] == 0:
-            continue
-        k = asked.index((nbytes, region, dtype))
-        name = manifest.names[keys.source[k]]
-        if end_byte > nbytes:
-            what = f"the slice leaves {name!r}: it ends at byte {end_byte:,} of {nbytes:,}"
-            c.that(False, f"keys.region[{k}]", what, "RDT314")
-        else:
-            c.that(False, f"keys.dtype[{k}]", f"{name!r} has {nbytes:,} bytes, no whole number of elements")
-
-
 def _check_destinations_inside(c: _Checks, program: Program, spans: list[int]) -> None:
+    """Every copy and fill lies in its parameter, and a copy has the elements that are fetched for it."""
     p = program.parameters
     shapes = zip(p.shapes, p.strides, strict=True)
     extent = {(s, t): span(Region(s, t, 0))[1] if all(s) else 0 for s, t in set(shapes)}
     extents = list(map(extent.__getitem__, zip(p.shapes, p.strides, strict=True)))
     keys, scatters, fills = program.keys, program.scatters, program.fills
-    for field, parameters, regions in (
-        ("fills.regions", fills.parameters, fills.regions),
-        ("scatters.region", scatters.parameter, scatters.region),
-    ):
-        k = _first(map(gt, _pick(spans, regions), _pick(extents, parameters)))
-        if k is not None:
-            c.that(False, f"{field}[{k}]", f"it leaves parameter {p.names[parameters[k]]!r}", "RDT313")
-    copies = list(zip(_pick(keys.region, scatters.key), scatters.region, strict=True))
-    for copy in dict.fromkeys(copies):
-        reason = _no_copy(program.regions[copy[0]], program.regions[copy[1]])
-        if reason:
-            s = copies.index(copy)
-            c.that(False, f"scatters.region[{s}]", f"{reason}, into {p.names[scatters.parameter[s]]!r}")
+
+    def copies() -> Iterable[tuple[int, int, int]]:
+        """Extent of the parameter, region fetched, region written."""
+        fetched = _pick(keys.region, scatters.key)
+        return zip(_pick(extents, scatters.parameter), fetched, scatters.region, strict=True)
+
+    reasons: dict[tuple[int, int, int], tuple[str, str]] = {}
+    for copy in set(copies()):  # of the few kinds that layers and experts repeat
+        room, fetched, written = copy
+        if spans[written] > room:
+            reasons[copy] = "it leaves parameter", "RDT313"
+        elif reason := _no_copy(program.regions[fetched], program.regions[written]):
+            reasons[copy] = f"{reason}, into", "RDT330"
+    if reasons:
+        for s, copy in enumerate(copies()):
+            if copy in reasons:
+                what, code = reasons.pop(copy)
+                c.that(False, f"scatters.region[{s}]", f"{what} {p.names[scatters.parameter[s]]!r}", code)
+    for k, (parameter, region) in enumerate(zip(fills.parameters, fills.regions, strict=True)):
+        if spans[region] > extents[parameter]:
+            c.that(False, f"fills.regions[{k}]", f"it leaves parameter {p.names[parameter]!r}", "RDT313")
 
 
 def _no_copy(source: Region, dest: Region) -> str:
@@ -371,7 +363,7 @@ def check_ownership(ownership: Ownership, manifest: Manifest, groups: tuple[Gath
         what = f"{list(ranks)} is no ascending set of ranks 0 to {o.ranks - 1}"
         c.that(sane, f"ownership.classes[{i}]", what)
     at = 0
-    nbytes_of = manifest.nbytes_column()
+    nbytes_of = manifest.nbytes_column
     for i, group in enumerate(groups):
         ok = group.first == at and 0 < group.count <= n - at
         if not c.that(ok, f"groups[{i}]", f"it begins at name {group.first}, the group before ends at {at}"):
