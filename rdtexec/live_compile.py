@@ -35,7 +35,7 @@ from rdtexec.control import (
     stop_welcoming,
     welcome_forever,
 )
-from rdtplan.compiler import Fleet, assemble, check_fleet_input
+from rdtplan.compiler import DryRun, Fleet, assemble, check_fleet_input
 from rdtplan.errors import InputError, PlanError, PlanFormatError, PlanMismatch, RdtError, TraceError, TransferError
 from rdtplan.inputs.owners import resolve_owners, resolve_pieces
 from rdtplan.ir.digests import sha256
@@ -199,9 +199,11 @@ def compiled_live(
         traces, trace_of = distinct_traces(found.traces)
         yield (
             assemble(
-                *(manifest, owners, traces, trace_of, fleet, found.model, found.compiler),
-                pieces=pieces,
-                predicting=found.predicting,
+                DryRun(
+                    *(manifest, owners, traces, trace_of, fleet, found.model, found.compiler),
+                    pieces=pieces,
+                    predicting=found.predicting,
+                )
             ),
             connect,
         )

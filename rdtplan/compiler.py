@@ -58,6 +58,26 @@ class Fleet:
     waivers: tuple[Waiver, ...] = ()
 
 
+@frozen
+class DryRun:
+    """What a fleet is compiled from: its inputs, and what vLLM's loaders did on every distinct rank."""
+
+    manifest: Manifest
+    owners: tuple[Ints, ...]
+    """Trainer ranks that hold each source name."""
+    traces: Sequence[RankTrace]
+    trace_of: Ints
+    """By worker index of one replica: its trace."""
+    fleet: Fleet
+    model: ModelIdentity
+    compiler: Compiler
+    pieces: tuple[tuple[Piece, ...], ...] = ()
+    """Boxes in which each source name is held; empty: its owners have all of it."""
+    predicting: Sequence[str] = ()
+    """Patterns of source names that only a draft model would load (`rdtplan.expected`), where the workers' draft model
+    is not part of the plan."""
+
+
 Progress = Callable[[str, int, int], None]
 """(stage, done, total)."""
 
@@ -78,7 +98,17 @@ def compile_plan(
     `speculative` is vLLM's speculative config, when the workers hold a draft model too. Needs vLLM and torch, no GPU.
     Raises InputError, TraceError or PlanError; a returned plan is complete.
     """
-    return _compile(assemble, config_dir, entries, fleet, dtype, quantization, speculative, jobs, progress)
+    found = dry_run(
+        config_dir,
+        entries,
+        fleet,
+        dtype=dtype,
+        quantization=quantization,
+        speculative=speculative,
+        jobs=jobs,
+        progress=progress,
+    )
+    return assemble(found, progress)
 
 
 def recompile(
@@ -111,10 +141,17 @@ def recompile(
         placement=placement_of(PlanInMemory(plan)) or None,
         waivers=plan.waivers,
     )
-    entries = whole_entries(plan.manifest, plan.ownership)
-    return _compile(
-        plan_of, config_dir, entries, fleet, plan.model.dtype, plan.model.quantization, speculative, jobs, progress
+    found = dry_run(
+        config_dir,
+        whole_entries(plan.manifest, plan.ownership),
+        fleet,
+        dtype=plan.model.dtype,
+        quantization=plan.model.quantization,
+        speculative=speculative,
+        jobs=jobs,
+        progress=progress,
     )
+    return plan_of(found)
 
 
 def place_experts(plan: FleetPlan, placement: Placement) -> FleetPlan:
@@ -135,13 +172,15 @@ def place_experts(plan: FleetPlan, placement: Placement) -> FleetPlan:
         waivers=plan.waivers,
     )
     placed = assemble(
-        plan.manifest,
-        tuple(plan.ownership.owners(k) for k in range(len(plan.manifest))),
-        [_traced(program) for program in programs],
-        tuple(index[id(c.program)] for c in plan.consumers[:width]),
-        fleet,
-        plan.model,
-        evolve(plan.compiler, rdtplan=__version__),
+        DryRun(
+            plan.manifest,
+            tuple(plan.ownership.owners(k) for k in range(len(plan.manifest))),
+            [_traced(program) for program in programs],
+            tuple(index[id(c.program)] for c in plan.consumers[:width]),
+            fleet,
+            plan.model,
+            evolve(plan.compiler, rdtplan=__version__),
+        )
     )
     return evolve(placed, notes=tuple(dict.fromkeys((*plan.notes, *placed.notes))))
 
@@ -177,18 +216,18 @@ def _traced(program: Program) -> RankTrace:
     )
 
 
-def _compile(
-    finish: Callable[..., FleetPlan],
+def dry_run(
     config_dir: str | os.PathLike[str],
     entries: Sequence[SourceTensor],
     fleet: Fleet,
-    dtype: str,
-    quantization: str | None,
-    speculative: Mapping[str, Any] | None,
-    jobs: int | None,
-    progress: Progress | None,
-) -> FleetPlan:
-    """Trace every worker rank and hand what was found to `finish`."""
+    *,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    speculative: Mapping[str, Any] | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> DryRun:
+    """Trace every worker rank. Arguments and errors as for `compile_plan`."""
     from rdtplan.trace.dry_run import TraceRequest
     from rdtplan.trace.process import trace_for_target
 
@@ -199,7 +238,7 @@ def _compile(
     request = TraceRequest(str(config_dir), manifest, fleet.topology, dtype, quantization, fleet.target, speculative)
     report = None if progress is None else (lambda done, total: progress("tracing worker ranks", done, total))
     found = trace_for_target(request, jobs=jobs, progress=report)
-    return finish(
+    return DryRun(
         manifest,
         owners,
         found.traces,
@@ -207,9 +246,8 @@ def _compile(
         fleet,
         found.model,
         Compiler(__version__, found.vllm, found.torch, found.target),
-        progress,
-        pieces=pieces,
-        predicting=() if speculative is not None else prediction_layers(found.config),
+        pieces,
+        () if speculative is not None else prediction_layers(found.config),
     )
 
 
@@ -243,27 +281,11 @@ def check_fleet_input(fleet: Fleet) -> None:
         check_target(fleet.target)
 
 
-def assemble(
-    manifest: Manifest,
-    owners: tuple[Ints, ...],
-    traces: Sequence[RankTrace],
-    trace_of: Ints,
-    fleet: Fleet,
-    model: ModelIdentity,
-    compiler: Compiler,
-    progress: Progress | None = None,
-    *,
-    pieces: tuple[tuple[Piece, ...], ...] = (),
-    predicting: Sequence[str] = (),
-) -> FleetPlan:
-    """Run the passes over finished traces and verify the result; needs no torch. PlanError if incomplete.
-
-    `trace_of` maps a worker index of one replica to its trace; `predicting` has the patterns of source names that only
-    a draft model would load (`rdtplan.expected`), where the workers' draft model is not part of the plan.
-    """
+def assemble(found: DryRun, progress: Progress | None = None) -> FleetPlan:
+    """Run the passes over a dry run and verify the result; needs no torch. PlanError if incomplete."""
     note = progress or (lambda *_: None)
     note("planning", 0, 2)
-    plan = plan_of(manifest, owners, traces, trace_of, fleet, model, compiler, pieces=pieces, predicting=predicting)
+    plan = plan_of(found)
     note("planning", 1, 2)
     findings = verify_fleet(plan)
     refuse(findings, plan.waivers)
@@ -272,36 +294,25 @@ def assemble(
     return evolve(plan, notes=(*plan.notes, *remarks)) if remarks else plan
 
 
-def plan_of(
-    manifest: Manifest,
-    owners: tuple[Ints, ...],
-    traces: Sequence[RankTrace],
-    trace_of: Ints,
-    fleet: Fleet,
-    model: ModelIdentity,
-    compiler: Compiler,
-    progress: Progress | None = None,
-    *,
-    pieces: tuple[tuple[Piece, ...], ...] = (),
-    predicting: Sequence[str] = (),
-) -> FleetPlan:
-    """Run the passes over finished traces; what they give may be incomplete. Arguments as for `assemble`."""
+def plan_of(found: DryRun) -> FleetPlan:
+    """Run the passes over a dry run; what they give may be incomplete."""
+    fleet = found.fleet
     draft = run_passes(
         Draft(
-            manifest=manifest,
-            owners=owners,
+            manifest=found.manifest,
+            owners=found.owners,
             trainer_ranks=fleet.trainer_ranks,
             topology=fleet.topology,
             settings=fleet.settings,
-            programs=tuple(ProgramDraft(t) for t in traces),
-            program_of=trace_of,
-            pieces=pieces,
+            programs=tuple(ProgramDraft(t) for t in found.traces),
+            program_of=found.trace_of,
+            pieces=found.pieces,
             placement=fleet.placement,
         )
     )
-    ours = expected(manifest, traces, predicting)
+    ours = expected(found.manifest, found.traces, found.predicting)
     waivers = (*fleet.waivers, *(w for w in ours.waivers if w not in fleet.waivers))
-    plan = _seal(draft, evolve(fleet, waivers=waivers), model, compiler)
+    plan = _seal(draft, evolve(fleet, waivers=waivers), found.model, found.compiler)
     return evolve(plan, notes=(*plan.notes, *ours.notes))
 
 

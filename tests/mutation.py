@@ -26,10 +26,10 @@ from architectures import cpu_stand_ins
 from attrs import evolve, field, frozen
 from forgery import with_digests
 
-from rdtplan.compiler import Fleet, compile_plan, plan_of, recompile
+from rdtplan.compiler import DryRun, Fleet, compile_plan, dry_run, plan_of, recompile
 from rdtplan.errors import RdtError
 from rdtplan.ir.file import PlanFile, write_plan
-from rdtplan.ir.manifest import Ints, Manifest, Piece, SourceTensor
+from rdtplan.ir.manifest import Ints, Manifest, SourceTensor
 from rdtplan.ir.plan import FleetPlan, Waiver
 from rdtplan.ir.regions import Region
 from rdtplan.ir.topology import InferenceTopology, Position
@@ -37,33 +37,6 @@ from rdtplan.ir.traces import Fetches, RankTrace
 from rdtplan.verify import check_entries, check_loaders, refuse, verify_fleet
 
 # -- what is mutated ---------------------------------------------------------------------------------------------
-
-
-@frozen
-class Parts:
-    """What the passes take: the inputs of a plan and the traces of its workers."""
-
-    manifest: Manifest
-    owners: tuple[Ints, ...]
-    traces: tuple[RankTrace, ...]
-    trace_of: Ints
-    fleet: Fleet
-    model: Any
-    compiler: Any
-    pieces: tuple[tuple[Piece, ...], ...] = ()
-
-    def plan(self) -> FleetPlan:
-        """The plan of these parts, verified by nobody."""
-        return plan_of(
-            self.manifest,
-            self.owners,
-            self.traces,
-            self.trace_of,
-            self.fleet,
-            self.model,
-            self.compiler,
-            pieces=self.pieces,
-        )
 
 
 @frozen
@@ -102,7 +75,7 @@ SUBJECTS = {
 
 
 class Good:
-    """A subject, compiled once: its parts, its plan, and what its loaders do when they are run again."""
+    """A subject, compiled once: its dry run, its plan, and what its loaders do when they are run again."""
 
     def __init__(self, subject: Subject, directory: Path) -> None:
         self.subject = subject
@@ -117,25 +90,11 @@ class Good:
             config, entries = drafts.target("mtp")
             self.entries = tuple(entries)
         (self.config_dir / "config.json").write_text(json.dumps(config | subject.config))
-        self.parts = self._parts()
-
-    def _parts(self) -> Parts:
-        """Traces of this process, by the same call that compiles a plan."""
-        from rdtplan import compiler
-
-        found: list[Parts] = []
-
-        def keep(*inputs: Any, pieces: Any = (), **_: Any) -> FleetPlan:
-            found.append(Parts(*inputs[:7], pieces=pieces))
-            return found[0].plan()
-
-        s = self.subject
-        compiler._compile(keep, self.config_dir, self.entries, s.fleet, "auto", None, s.speculative, 1, None)
-        return found[0]
+        self.found = dry_run(self.config_dir, self.entries, subject.fleet, speculative=subject.speculative, jobs=1)
 
     @functools.cached_property
     def plan(self) -> FleetPlan:
-        plan = self.parts.plan()
+        plan = plan_of(self.found)
         refuse(verify_fleet(plan), plan.waivers)
         return plan
 
@@ -178,9 +137,9 @@ Judge = Callable[[Good, Any, Bench], None]
 """Applies a mutation and raises the RdtError that refuses it, or returns: nobody has seen it."""
 
 
-def verified(good: Good, change: Callable[[Parts], Parts], bench: Bench) -> None:
+def verified(good: Good, change: Callable[[DryRun], DryRun], bench: Bench) -> None:
     """The plan of changed traces, written and read, by `rdtplan verify PLAN`."""
-    _verify(change(good.parts).plan(), bench)
+    _verify(plan_of(change(good.found)), bench)
 
 
 def verified_sealed(good: Good, change: Callable[[FleetPlan], FleetPlan], bench: Bench) -> None:
@@ -188,16 +147,16 @@ def verified_sealed(good: Good, change: Callable[[FleetPlan], FleetPlan], bench:
     _verify(with_digests(change(good.plan)), bench)
 
 
-def verified_with_loaders(good: Good, change: Callable[[Parts], Parts], bench: Bench) -> None:
+def verified_with_loaders(good: Good, change: Callable[[DryRun], DryRun], bench: Bench) -> None:
     """A plan that is sound by itself, by `rdtplan verify PLAN --model DIR`."""
-    plan = change(good.parts).plan()
+    plan = plan_of(change(good.found))
     _verify(plan, bench)
     refuse(check_loaders(plan, good.loaders_do(plan)))
 
 
-def verified_with_manifest(good: Good, change: Callable[[Parts], Parts], bench: Bench) -> None:
+def verified_with_manifest(good: Good, change: Callable[[DryRun], DryRun], bench: Bench) -> None:
     """A plan that its own inputs explain, by `rdtplan verify PLAN --manifest CHECKPOINT`."""
-    plan = change(good.parts).plan()
+    plan = plan_of(change(good.found))
     _verify(plan, bench)
     refuse(check_loaders(plan, good.loaders_do(plan)))
     refuse(check_entries(plan, good.entries))
@@ -208,9 +167,9 @@ def compiled(good: Good, change: Callable[[list[SourceTensor]], list[SourceTenso
     good.compile(change(list(good.entries)))
 
 
-def owned(good: Good, change: Callable[[Parts], Parts], bench: Bench) -> None:
+def owned(good: Good, change: Callable[[DryRun], DryRun], bench: Bench) -> None:
     """Other owners, by `rdtplan compile`."""
-    plan = change(good.parts).plan()
+    plan = plan_of(change(good.found))
     refuse(verify_fleet(plan), plan.waivers)
 
 
@@ -419,32 +378,34 @@ def with_copies(trace: RankTrace, manifest: Manifest, rows: list[Copy]) -> RankT
     return evolve(trace, regions=tuple(regions), dtype_table=tuple(dtypes), fetches=fetches)
 
 
-def on_workers(parts: Parts, change: Callable[[RankTrace], RankTrace], workers: Iterable[int] | None = None) -> Parts:
+def on_workers(found: DryRun, change: Callable[[RankTrace], RankTrace], workers: Iterable[int] | None = None) -> DryRun:
     """Change the traces of some workers of an engine, all unless given; those who share one are taken apart."""
-    traces, trace_of = list(parts.traces), list(parts.trace_of)
+    traces, trace_of = list(found.traces), list(found.trace_of)
     if workers is None:
-        return evolve(parts, traces=tuple(map(change, traces)))
+        return evolve(found, traces=tuple(map(change, traces)))
     for worker in workers:
         traces.append(change(traces[trace_of[worker]]))
         trace_of[worker] = len(traces) - 1
     used = sorted(set(trace_of))
-    return evolve(parts, traces=tuple(traces[t] for t in used), trace_of=tuple(used.index(t) for t in trace_of))
+    return evolve(found, traces=tuple(traces[t] for t in used), trace_of=tuple(used.index(t) for t in trace_of))
 
 
-def with_rows(change: Callable[[Copy], Copy | None], workers: Iterable[int] | None = None) -> Callable[[Parts], Parts]:
+def with_rows(
+    change: Callable[[Copy], Copy | None], workers: Iterable[int] | None = None
+) -> Callable[[DryRun], DryRun]:
     """Change or drop copies one by one."""
 
-    def apply(parts: Parts) -> Parts:
+    def apply(found: DryRun) -> DryRun:
         def edit(trace: RankTrace) -> RankTrace:
-            rows = [c for c in map(change, copies_of(trace, parts.manifest)) if c is not None]
-            return with_copies(trace, parts.manifest, rows)
+            rows = [c for c in map(change, copies_of(trace, found.manifest)) if c is not None]
+            return with_copies(trace, found.manifest, rows)
 
-        return on_workers(parts, edit, workers)
+        return on_workers(found, edit, workers)
 
     return apply
 
 
-def exchanged(a: str, b: str, within: str = "", workers: Iterable[int] | None = None) -> Callable[[Parts], Parts]:
+def exchanged(a: str, b: str, within: str = "", workers: Iterable[int] | None = None) -> Callable[[DryRun], DryRun]:
     """Copies that take from a source with `a` in its name take from the one with `b`, and the other way round."""
 
     def swap(c: Copy) -> Copy:
@@ -456,15 +417,15 @@ def exchanged(a: str, b: str, within: str = "", workers: Iterable[int] | None = 
     return with_rows(swap, workers)
 
 
-def drop(parameter: str, source: str = "", workers: Iterable[int] | None = None) -> Callable[[Parts], Parts]:
+def drop(parameter: str, source: str = "", workers: Iterable[int] | None = None) -> Callable[[DryRun], DryRun]:
     return with_rows(lambda c: None if c.parameter.endswith(parameter) and source in c.source else c, workers)
 
 
-def as_rank_0(parameter: str, worker: int) -> Callable[[Parts], Parts]:
+def as_rank_0(parameter: str, worker: int) -> Callable[[DryRun], DryRun]:
     """What `worker` takes for a parameter is what worker 0 takes."""
 
-    def apply(parts: Parts) -> Parts:
-        first = copies_of(parts.traces[parts.trace_of[0]], parts.manifest)
+    def apply(found: DryRun) -> DryRun:
+        first = copies_of(found.traces[found.trace_of[0]], found.manifest)
         taken = {(c.parameter, c.source, c.dest): c.taken for c in first}
         return with_rows(
             lambda c: (
@@ -473,6 +434,6 @@ def as_rank_0(parameter: str, worker: int) -> Callable[[Parts], Parts]:
                 else c
             ),
             [worker],
-        )(parts)
+        )(found)
 
     return apply

@@ -18,7 +18,6 @@ from mutation import (
     MUTATIONS,
     Copy,
     Declared,
-    Parts,
     as_rank_0,
     attached_to_trainer,
     attached_to_worker,
@@ -37,6 +36,7 @@ from mutation import (
     with_rows,
 )
 
+from rdtplan.compiler import DryRun
 from rdtplan.ir.manifest import Manifest, Piece, SourceTensor
 from rdtplan.ir.plan import FleetPlan, Waiver
 from rdtplan.ir.regions import Region, canonical
@@ -72,25 +72,25 @@ enter(
     verified,
     "RDT312",
 )
-def _double_write(parts: Parts) -> Parts:
+def _double_write(found: DryRun) -> DryRun:
     def change(trace: RankTrace) -> RankTrace:
         from mutation import copies_of, with_copies
 
-        rows = copies_of(trace, parts.manifest)
+        rows = copies_of(trace, found.manifest)
         gate = next(c for c in rows if "layers.1.mlp.experts.3.gate_proj" in c.source)
         moved = [evolve(c, dest=gate.dest) if "layers.1.mlp.experts.3.up_proj" in c.source else c for c in rows]
-        return with_copies(trace, parts.manifest, moved)
+        return with_copies(trace, found.manifest, moved)
 
-    return on_workers(parts, change)
+    return on_workers(found, change)
 
 
-def _fills(change: Callable[[RankTrace], Fills]) -> Callable[[Parts], Parts]:
-    def apply(parts: Parts) -> Parts:
+def _fills(change: Callable[[RankTrace], Fills]) -> Callable[[DryRun], DryRun]:
+    def apply(found: DryRun) -> DryRun:
         def edit(trace: RankTrace) -> RankTrace:
             fills = change(trace)
             return evolve(trace, fills=fills, fill_loaders=trace.fill_loaders[: len(fills)])
 
-        return on_workers(parts, edit)
+        return on_workers(found, edit)
 
     return apply
 
@@ -112,7 +112,7 @@ enter(
     verified,
     "RDT312",
 )
-def _late_fill(parts: Parts) -> Parts:
+def _late_fill(found: DryRun) -> DryRun:
     def edit(trace: RankTrace) -> RankTrace:
         if not len(trace.fills):
             return trace
@@ -125,7 +125,7 @@ def _late_fill(parts: Parts) -> Parts:
         )
         return evolve(trace, regions=(*trace.regions, whole), fills=fills)
 
-    return on_workers(parts, edit)
+    return on_workers(found, edit)
 
 
 enter(
@@ -175,10 +175,10 @@ enter(
     verified,
     "RDT337",
 )
-def _zero_bytes(parts: Parts) -> Parts:
+def _zero_bytes(found: DryRun) -> DryRun:
     nothing = Fetches((), (), (), (), (), (), ())
-    fleet = evolve(parts.fleet, waivers=(Waiver("RDT310", "*"), Waiver("RDT311", "*"), Waiver("RDT320", "*")))
-    changed = on_workers(parts, lambda t: evolve(t, fetches=nothing, fills=Fills((), (), (), ()), fill_loaders=()))
+    fleet = evolve(found.fleet, waivers=(Waiver("RDT310", "*"), Waiver("RDT311", "*"), Waiver("RDT320", "*")))
+    changed = on_workers(found, lambda t: evolve(t, fetches=nothing, fills=Fills((), (), (), ()), fill_loaders=()))
     return evolve(changed, fleet=fleet)
 
 
@@ -218,8 +218,8 @@ enter(
     verified,
     "RDT335",
 )
-def _ranks_exchanged(parts: Parts) -> Parts:
-    return with_rows(lambda c: _shifted(c, 0), [1])(with_rows(lambda c: _shifted(c, 1), [0])(parts))
+def _ranks_exchanged(found: DryRun) -> DryRun:
+    return with_rows(lambda c: _shifted(c, 0), [1])(with_rows(lambda c: _shifted(c, 1), [0])(found))
 
 
 def _shifted(c: Copy, to: int) -> Copy:
@@ -234,7 +234,7 @@ def _shifted(c: Copy, to: int) -> Copy:
     verified,
     "RDT335",
 )
-def _narrowed(parts: Parts) -> Parts:
+def _narrowed(found: DryRun) -> DryRun:
     name = "model.layers.0.input_layernorm.weight"
 
     def change(trace: RankTrace) -> RankTrace:
@@ -244,7 +244,7 @@ def _narrowed(parts: Parts) -> Parts:
 
     half = Region((64,), (1,), 0)
     narrow = with_rows(lambda c: evolve(c, taken=half, dest=half) if c.parameter == name else c, [1])
-    return on_workers(narrow(parts), change, [1])
+    return on_workers(narrow(found), change, [1])
 
 
 enter(
@@ -302,7 +302,7 @@ enter(
     "mamba",
     verified,
     "RDT336",
-    lambda parts: on_workers(parts, _without_operations, [1]),
+    lambda found: on_workers(found, _without_operations, [1]),
 )
 
 
@@ -402,14 +402,14 @@ for _name, _incident, _subject, _change in (
         "transform dropped",
         "A rewrite after loading is not seen (`composed_weight_loader`), and Mamba decays by A_log.",
         "mamba",
-        lambda parts: on_workers(parts, _without_operations),
+        lambda found: on_workers(found, _without_operations),
     ),
     (
         "transform half done",
         "exp without its sign.",
         "mamba",
-        lambda parts: on_workers(
-            parts, lambda t: evolve(t, expressions=tuple(evolve(e, nodes=e.nodes[:-1]) for e in t.expressions))
+        lambda found: on_workers(
+            found, lambda t: evolve(t, expressions=tuple(evolve(e, nodes=e.nodes[:-1]) for e in t.expressions))
         ),
     ),
     (
@@ -422,8 +422,8 @@ for _name, _incident, _subject, _change in (
         "parameter of another type",
         "float16 and bfloat16 have as many bytes.",
         "moe",
-        lambda parts: on_workers(
-            parts,
+        lambda found: on_workers(
+            found,
             lambda t: evolve(
                 t,
                 parameters=evolve(
@@ -447,10 +447,10 @@ for _name, _incident, _subject, _change in (
     verified_with_manifest,
     "RDT333",
 )
-def _left_out(parts: Parts) -> Parts:
-    m, name = parts.manifest, "model.layers.1.mlp.act_fn.beta"
+def _left_out(found: DryRun) -> DryRun:
+    m, name = found.manifest, "model.layers.1.mlp.act_fn.beta"
     if name not in m.names:
-        return parts
+        return found
     k = m.names.index(name)
     kept = [i for i in range(len(m)) if i != k]
     shorter = Manifest(
@@ -460,7 +460,7 @@ def _left_out(parts: Parts) -> Parts:
         tuple(m.dtypes[i] for i in kept),
         tuple(m.shapes[i] for i in kept),
     )
-    before = drop(name)(parts)
+    before = drop(name)(found)
 
     def renumber(trace: RankTrace) -> RankTrace:
         f = trace.fetches
@@ -483,7 +483,7 @@ def _left_out(parts: Parts) -> Parts:
             untouched_reasons=(*trace.untouched_reasons, "no loader writes this buffer; it keeps what the model made"),
         )
 
-    owners = tuple(parts.owners[i] for i in kept)
+    owners = tuple(found.owners[i] for i in kept)
     return evolve(on_workers(before, renumber), manifest=shorter, owners=owners)
 
 
@@ -583,7 +583,7 @@ enter(
     "moe",
     owned,
     "RDT301",
-    lambda parts: evolve(parts, owners=_put(parts.owners, 5, ())),
+    lambda found: evolve(found, owners=_put(found.owners, 5, ())),
 )
 enter(
     "owner that does not exist",
@@ -591,7 +591,7 @@ enter(
     "moe",
     owned,
     "RDT302",
-    lambda parts: evolve(parts, owners=_put(parts.owners, 5, (7,))),
+    lambda found: evolve(found, owners=_put(found.owners, 5, (7,))),
 )
 enter(
     "module of two streams",
@@ -599,10 +599,10 @@ enter(
     "moe",
     owned,
     "RDT303",
-    lambda parts: evolve(
-        parts,
-        owners=tuple((1,) if "layers.1." in n or n.startswith("model.norm") else (0,) for n in parts.manifest.names),
-        traces=exchanged("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj")(parts).traces,
+    lambda found: evolve(
+        found,
+        owners=tuple((1,) if "layers.1." in n or n.startswith("model.norm") else (0,) for n in found.manifest.names),
+        traces=exchanged("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj")(found).traces,
     ),
 )
 

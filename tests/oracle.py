@@ -18,7 +18,7 @@ from attrs import field, frozen
 
 from rdtexec.destination import Destination
 from rdtexec.plans import chunk_keys
-from rdtplan.compiler import Fleet, assemble
+from rdtplan.compiler import DryRun, Fleet, assemble
 from rdtplan.inputs.manifests import from_json
 from rdtplan.ir.manifest import Manifest, SourceTensor, build_manifest
 from rdtplan.ir.plan import Compiler, FleetPlan, ModelIdentity, Program
@@ -264,11 +264,13 @@ def tiny_plan(model: torch.nn.Module, entries: Sequence[SourceTensor]) -> FleetP
     manifest = build_manifest(entries)
     trace = trace_model(model, manifest, Position(0, 0, 0))
     return assemble(
-        manifest,
-        ((0,),) * len(manifest),
-        [trace],
-        (0,),
-        Fleet(),
-        ModelIdentity(type(model).__name__, "bfloat16", None, "0" * 64),
-        Compiler("0", "0", "0", "cpu"),
+        DryRun(
+            manifest,
+            ((0,),) * len(manifest),
+            [trace],
+            (0,),
+            Fleet(),
+            ModelIdentity(type(model).__name__, "bfloat16", None, "0" * 64),
+            Compiler("0", "0", "0", "cpu"),
+        )
     )

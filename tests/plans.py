@@ -17,7 +17,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 from hypothesis import strategies as st
 
-from rdtplan.compiler import Fleet, assemble
+from rdtplan.compiler import DryRun, Fleet, assemble
 from rdtplan.ir.experts import Experts
 from rdtplan.ir.manifest import Ints, Manifest, SourceTensor, build_manifest
 from rdtplan.ir.plan import Compiler, FleetPlan, ModelIdentity
@@ -436,7 +436,7 @@ def make_plan(s: Scenario | None = None) -> FleetPlan:
     """The verified plan of a scenario."""
     s = s or Scenario()
     traces, trace_of, _ = traces_of(s)
-    return assemble(s.manifest, s.owners, traces, trace_of, s.fleet, MODEL, COMPILER)
+    return assemble(DryRun(s.manifest, s.owners, traces, trace_of, s.fleet, MODEL, COMPILER))
 
 
 @st.composite

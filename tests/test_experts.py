@@ -20,7 +20,7 @@ from plans import COMPILER, MODEL, Scenario, Sizes, first_placement, load, make_
 
 import rdtplan
 from rdtplan.cli import main
-from rdtplan.compiler import assemble, check_fleet_input, place_experts
+from rdtplan.compiler import DryRun, assemble, check_fleet_input, place_experts
 from rdtplan.errors import InputError, PlanError, TraceError
 from rdtplan.inputs.experts import read_placement
 from rdtplan.ir.file import PlanFile
@@ -107,7 +107,7 @@ def test_a_plan_that_is_placed_anew_is_the_one_that_is_compiled_so(plan: FleetPl
     """Out of the old plan or out of traces: one identity, for slices that are not cut; and back again."""
     traces, trace_of, _ = traces_of(EPLB)
     fleet = evolve(EPLB.fleet, placement=OTHER)
-    compiled = assemble(EPLB.manifest, EPLB.owners, traces, trace_of, fleet, MODEL, COMPILER)
+    compiled = assemble(DryRun(EPLB.manifest, EPLB.owners, traces, trace_of, fleet, MODEL, COMPILER))
     placed = place_experts(plan, OTHER)
     assert placed.identity == compiled.identity != plan.identity
     back = place_experts(placed, first_placement(EPLB.sizes, EPLB.topology))
@@ -119,7 +119,10 @@ def test_where_vllm_starts_is_in_no_digest(plan: FleetPlan) -> None:
     """Another release may start elsewhere: a plan that writes the same places is the same plan."""
     traces, trace_of, _ = traces_of(EPLB)
     traces = [evolve(t, experts=evolve(t.experts, initial=t.experts.initial[::-1])) for t in traces]
-    assert assemble(EPLB.manifest, EPLB.owners, traces, trace_of, EPLB.fleet, MODEL, COMPILER).identity == plan.identity
+    assert (
+        assemble(DryRun(EPLB.manifest, EPLB.owners, traces, trace_of, EPLB.fleet, MODEL, COMPILER)).identity
+        == plan.identity
+    )
 
 
 def test_a_replica_on_the_same_worker_is_fetched_once(plan: FleetPlan) -> None:
@@ -142,7 +145,7 @@ def test_slots_that_loaders_leave_empty_are_loaded() -> None:
     ]
     columns = {a: tuple(x for x, k in zip(getattr(f, a), kept, strict=True) if k) for a in f.__slots__ if a[0] != "_"}
     traces[1] = evolve(trace, fetches=evolve(f, **columns))
-    found = assemble(EPLB.manifest, EPLB.owners, traces, trace_of, EPLB.fleet, MODEL, COMPILER)
+    found = assemble(DryRun(EPLB.manifest, EPLB.owners, traces, trace_of, EPLB.fleet, MODEL, COMPILER))
     assert writes(found, 1) == writes(make_plan(EPLB), 1)
     assert "leave 8 redundant slots of experts empty" in found.notes[0]
 
@@ -157,7 +160,9 @@ def test_a_write_that_is_lost_stays_lost() -> None:
     traces[0] = evolve(trace, fetches=evolve(f, **columns))
     for placement in (None, OTHER):
         fleet = evolve(EPLB.fleet, placement=placement)
-        error = refused(lambda f=fleet: assemble(EPLB.manifest, EPLB.owners, traces, trace_of, f, MODEL, COMPILER))
+        error = refused(
+            lambda f=fleet: assemble(DryRun(EPLB.manifest, EPLB.owners, traces, trace_of, f, MODEL, COMPILER))
+        )
         assert error.code == "RDT311"
 
 
@@ -180,7 +185,9 @@ def test_slots_that_are_computed_cannot_change_hands() -> None:
     for trace in (computed, read, partly):
         fleet = evolve(EPLB.fleet, placement=OTHER)
         given = [trace, traces[1]]
-        error = refused(lambda g=given, f=fleet: assemble(EPLB.manifest, EPLB.owners, g, trace_of, f, MODEL, COMPILER))
+        error = refused(
+            lambda g=given, f=fleet: assemble(DryRun(EPLB.manifest, EPLB.owners, g, trace_of, f, MODEL, COMPILER))
+        )
         assert error.code == "RDT306" and repr(name) in error.message
 
 

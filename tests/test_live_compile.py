@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from rdtexec.control import Address, dial, receive_bytes, send_bytes
 from rdtexec.demo.fleet import Child, children, new_authkey
 from rdtexec.live_compile import PROTOCOL, Exchange, Standing, Traced, compiled_live, trace_for_fleet
-from rdtplan.compiler import assemble
+from rdtplan.compiler import DryRun, assemble
 from rdtplan.errors import PlanError, RdtError, TraceError, TransferError
 from rdtplan.ir.file import encode
 from rdtplan.ir.manifest import Manifest
@@ -126,7 +126,7 @@ def compiled(s: Scenario) -> bytes:
     """What the compiler makes of the traces of one replica."""
     traces = [load(s.sizes, s.manifest, s.topology, p).trace(p) for p in positions(s.topology)]
     distinct, trace_of = distinct_traces(traces)
-    return encode(assemble(s.manifest, s.owners, distinct, trace_of, s.fleet, MODEL, COMPILER))[0]
+    return encode(assemble(DryRun(s.manifest, s.owners, distinct, trace_of, s.fleet, MODEL, COMPILER)))[0]
 
 
 def test_the_plan_is_the_compilers_and_everybody_has_the_addresses() -> None:

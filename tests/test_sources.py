@@ -36,7 +36,7 @@ from rdtexec.sources import (
     split_experts,
     strip_wrappers,
 )
-from rdtplan.compiler import assemble
+from rdtplan.compiler import DryRun, assemble
 from rdtplan.errors import InputError, PlanMismatch, RdtError, TransferError
 from rdtplan.inputs.manifests import checkpoint_files, from_weight_source
 from rdtplan.ir.file import write_plan
@@ -636,7 +636,7 @@ def owned_plan(scenario: Scenario, owners: tuple[Ints, ...], kind: str) -> Fleet
     if kind == "shards":
         shapes = [scenario.manifest.shape(k) for k in range(len(scenario.manifest))]
         pieces = tuple(chunked(shape, 0, range(scenario.trainer_ranks)) for shape in shapes)
-    return assemble(scenario.manifest, owners, traces, trace_of, scenario.fleet, MODEL, COMPILER, pieces=pieces)
+    return assemble(DryRun(scenario.manifest, owners, traces, trace_of, scenario.fleet, MODEL, COMPILER, pieces=pieces))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import COMPILER, MODEL, Loader, Scenario, View, elements, make_plan, scenarios, traces_of
 
-from rdtplan.compiler import Fleet, assemble
+from rdtplan.compiler import DryRun, Fleet, assemble
 from rdtplan.errors import PlanError
 from rdtplan.ir.manifest import SourceTensor, build_manifest
 from rdtplan.ir.plan import FleetPlan, Scatters, Waiver
@@ -58,7 +58,9 @@ def load_soundly(out: Loader) -> None:
 
 def plan_of(out: Loader, waivers: tuple[Waiver, ...] = (), trace: RankTrace | None = None) -> FleetPlan:
     trace = trace or out.trace(Position(0, 0, 0))
-    return assemble(out.manifest, ((0,),) * len(out.manifest), [trace], (0,), Fleet(waivers=waivers), MODEL, COMPILER)
+    return assemble(
+        DryRun(out.manifest, ((0,),) * len(out.manifest), [trace], (0,), Fleet(waivers=waivers), MODEL, COMPILER)
+    )
 
 
 def refusal(out: Loader, waivers: tuple[Waiver, ...] = (), trace: RankTrace | None = None) -> PlanError:
@@ -301,7 +303,7 @@ def test_a_module_of_two_streams_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
     def compiled() -> FleetPlan:
         trace = out.trace(Position(0, 0, 0))
-        return assemble(out.manifest, ((0,), (1,)), [trace], (0,), Fleet(trainer_ranks=2), MODEL, COMPILER)
+        return assemble(DryRun(out.manifest, ((0,), (1,)), [trace], (0,), Fleet(trainer_ranks=2), MODEL, COMPILER))
 
     with pytest.raises(PlanError) as caught:
         compiled()
@@ -339,7 +341,7 @@ def test_any_lost_or_repeated_write_is_found(s: Scenario, data: st.DataObject) -
         return
     traces[at] = trace
     with pytest.raises(PlanError) as caught:
-        assemble(s.manifest, s.owners, traces, trace_of, s.fleet, MODEL, COMPILER)
+        assemble(DryRun(s.manifest, s.owners, traces, trace_of, s.fleet, MODEL, COMPILER))
     wanted = {"lose": ("RDT310", "RDT311"), "unfill": ("RDT310", "RDT311"), "repeat": ("RDT312",)}[kind]
     assert caught.value.code in wanted
 

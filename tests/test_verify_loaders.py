@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 from plans import COMPILER, MODEL, Scenario, make_plan, traces_of
 
-from rdtplan.compiler import plan_of
+from rdtplan.compiler import DryRun, plan_of
 from rdtplan.ir.operations import Expression, Leaves, Node, Operations
 from rdtplan.ir.plan import FleetPlan
 from rdtplan.ir.regions import Region
@@ -24,7 +24,7 @@ def changed(change: Change, s: Scenario = S) -> FleetPlan:
     """The plan of a loader that does something else on worker 1."""
     traces, trace_of, _ = traces_of(s)
     traces[trace_of[1]] = change(traces[trace_of[1]])
-    return plan_of(s.manifest, s.owners, traces, trace_of, s.fleet, MODEL, COMPILER)
+    return plan_of(DryRun(s.manifest, s.owners, traces, trace_of, s.fleet, MODEL, COMPILER))
 
 
 def put(column: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
@@ -125,11 +125,11 @@ def test_other_chunks_and_another_config_are_notes() -> None:
     traces, trace_of, _ = traces_of(S)
     model = evolve(MODEL, config_digest="1" * 64)
     other = evolve(S, settings=TransferSettings(max_chunk_bytes=512))
-    repacked = plan_of(S.manifest, S.owners, traces, trace_of, other.fleet, model, COMPILER)
+    repacked = plan_of(DryRun(S.manifest, S.owners, traces, trace_of, other.fleet, model, COMPILER))
     findings = check_loaders(plan, repacked)
     assert [(f.code, f.severity) for f in findings] == [("RDT333", "note")] * 2
     assert "another way" in findings[1].sentence
-    same = plan_of(S.manifest, S.owners, traces, trace_of, S.fleet, model, COMPILER)
+    same = plan_of(DryRun(S.manifest, S.owners, traces, trace_of, S.fleet, model, COMPILER))
     assert [f.names for f in check_loaders(plan, same)] == [("model.config_digest",)]
 
 

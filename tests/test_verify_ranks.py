@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import COMPILER, MODEL, Loader, Scenario, Sizes, View, make_plan, scenarios, traces_of
 
-from rdtplan.compiler import Fleet, assemble, plan_of
+from rdtplan.compiler import DryRun, Fleet, assemble, plan_of
 from rdtplan.ir.manifest import Piece, SourceTensor, build_manifest
 from rdtplan.ir.pieces import chunked, whole_entries
 from rdtplan.ir.plan import FleetPlan
@@ -35,7 +35,7 @@ def sharded(s: Scenario, dims: tuple[int, ...]) -> tuple[tuple[Piece, ...], ...]
 
 def plan_in_pieces(s: Scenario, pieces: tuple[tuple[Piece, ...], ...]) -> FleetPlan:
     traces, trace_of, _ = traces_of(s)
-    return assemble(s.manifest, s.owners, traces, trace_of, s.fleet, MODEL, COMPILER, pieces=pieces)
+    return assemble(DryRun(s.manifest, s.owners, traces, trace_of, s.fleet, MODEL, COMPILER, pieces=pieces))
 
 
 @settings(max_examples=60)
@@ -84,10 +84,10 @@ def changed(s: Scenario, worker: int, source: str, offset: int) -> list[str]:
             ),
         ),
     )
-    plan = plan_of(
+    plan = plan_of(DryRun(
         s.manifest, s.owners, [*traces, moved], (*trace_of[:worker], len(traces), *trace_of[worker + 1 :]), s.fleet,
         MODEL, COMPILER,
-    )  # fmt: skip
+    ))  # fmt: skip
     return [f.code for f in check_ranks(plan, Prover())]
 
 
@@ -131,7 +131,7 @@ def test_two_parameters_of_one_source_must_agree() -> None:
                 out.copy(0, View.full((8, 4)).narrow(0, start, 4), p, out.view(p))
             traces.append(out.trace(Position(0, 0, tp)))
         fleet = Fleet(InferenceTopology(2))
-        return plan_of(manifest, ((0,),), traces, (0, 1), fleet, MODEL, COMPILER)
+        return plan_of(DryRun(manifest, ((0,),), traces, (0, 1), fleet, MODEL, COMPILER))
 
     assert check_ranks(plan((0, 4)), Prover()) == []
     findings = check_ranks(plan((0, 0)), Prover())
