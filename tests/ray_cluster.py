@@ -29,8 +29,13 @@ def agree_on_token() -> None:
 
 @contextlib.contextmanager
 def ray_cluster(namespace: str | None = None) -> Iterator[str]:
-    """Start one, be joined to it in `namespace`, and yield its address; its sockets lie in a short path."""
+    """Start one, be joined to it in `namespace`, and yield its address; its sockets lie in a short path.
+
+    Ray starts actors at niceness 15. Where there are fewer cores than NIXL agents, which never sleep, a ring actor would
+    then get one fiftieth of a core, and a sync takes minutes.
+    """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"
     agree_on_token()
     import ray
 
