@@ -341,10 +341,24 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
         else:
             _after(transport, "serve", lambda: ray.kill(transport._actor))
 
+    def linger(consumer: int) -> None:
+        """Its connection, once replaced, takes to close until the next sync has begun."""
+        link = live[0]._links[consumer]
+        close = link.close
+
+        def late() -> None:
+            deadline = time.monotonic() + 30
+            while not live[0]._state.running and time.monotonic() < deadline:
+                time.sleep(0.001)
+            close()
+
+        link.close = late  # type: ignore[method-assign]
+
     handlers: dict[str, Callable[[Any], Any]] = {
         "start": start,
         "sync": sync,
         "mend": mend,
+        "linger": linger,
         "strike": lambda strike: strike_producer(live[0], strike),
         "corrupt": corrupt,
         "usage": usage,

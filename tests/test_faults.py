@@ -480,6 +480,22 @@ def test_a_second_consumer_of_the_same_id_takes_over(hostile: Hostile, note: Not
     still_works(hostile, 1)
 
 
+def test_a_sync_is_not_failed_for_who_connected_anew_before_it(hostile: Hostile) -> None:
+    """The sync begins after the new connection counts and before the old one is closed."""
+    hostile.fleet.ask(hostile.fleet.producers, "linger", 1)
+    replaced, hostile.link = hostile.link, hostile.connect()
+
+    def act() -> None:
+        hostile.pull(0)
+        hostile.free(0)
+        hostile.complete(0)
+
+    endings = endings_of(hostile, 0, act)
+    assert all(e.status == "ok" for e in endings.values()), endings
+    assert hostile.fleet.wrong(0, [0]) == {}
+    replaced.close()
+
+
 def test_a_rank_with_another_plan_is_named(tmp_path: Path) -> None:
     """The rank that differs refuses, with both digests; the rank that agreed goes on serving whom it had."""
     other = tmp_path / "other.plan"
