@@ -113,7 +113,8 @@ class System:
 
 def start_engine(checkpoint: Path, backend: str, options: dict[str, Any], gpus: str) -> Any:
     settings: dict[str, Any] = {"num_cpus": 0, "namespace": NAMESPACE, "enable_tensor_transport": True}
-    settings["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": gpus}}
+    environment = {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # functions go to workers
+    settings["runtime_env"] = {"env_vars": environment}
     engine: Any = ray.remote(Engine).options(**settings)
     return engine.remote(str(checkpoint), backend, options)
 
@@ -197,6 +198,8 @@ def main() -> None:
     parser.add_argument("--transports", default="local,nixl")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--apart", action="store_true", help="engines on the second GPU")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="workers of an engine, from the first GPU on")
+    parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--gathered", action="store_true", help="the trainer yields copies, as an all-gather would")
     parser.add_argument("--engine-options", default="{}", help="more arguments of vllm.LLM, as JSON")
     parser.add_argument("--quantization", help="as vLLM takes it; fp8 quantizes while loading")
@@ -204,6 +207,9 @@ def main() -> None:
     parser.add_argument("--json", help="write all figures to this file")
     args = parser.parse_args()
     options = json.loads(args.engine_options) | ({"quantization": args.quantization} if args.quantization else {})
+    workers = args.tensor_parallel
+    if workers > 1:
+        options |= {"tensor_parallel_size": workers, "enable_expert_parallel": args.expert_parallel}
     with tempfile.TemporaryDirectory(prefix="rdtplan-bench-") as scratch:
         work = Path(scratch)
         shapes = write_config(work / "0", TINY if args.tiny else LARGE, args.layers)
@@ -213,17 +219,18 @@ def main() -> None:
         plan = Path(args.plan or work / "fleet.plan")
         command = [sys.executable, "-m", "rdtplan.cli", "compile", str(work / "0")]
         command += ["--manifest", str(work / "manifest.json"), "-o", str(plan)]
+        command += ["--tp", str(workers), *(["--ep"] if args.expert_parallel else [])]
         command += ["--quantization", args.quantization] if args.quantization else []
         compiling = None if args.plan else subprocess.Popen(command)
         ray.init(num_cpus=16, num_gpus=0, include_dashboard=False, namespace=NAMESPACE, log_to_driver=True)
-        gpus = "1,0" if args.apart else "0"
+        gpus = "1,0" if args.apart else ",".join(map(str, range(workers)))
         names = [*([] if args.no_peer else [PEER]), *args.transports.split(",")]
         backends = {name: "sharded_rdt" if name == PEER else "rdtexec" for name in names}
         systems = [System(name, start_engine(work / "0", backends[name], options, gpus)) for name in names]
         trainer: Any = (
             ray.remote(Trainer)
             .options(num_cpus=0, namespace=NAMESPACE)
-            .remote(str(work / "manifest.json"), {s.name: s.engine for s in systems}, gathered=args.gathered)
+            .remote(str(work / "manifest.json"), {s.name: s.engine for s in systems}, workers, gathered=args.gathered)
         )
         nbytes = ray.get(trainer.nbytes.remote())
         for seed in (0, 1):

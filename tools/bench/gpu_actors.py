@@ -21,7 +21,7 @@ PROMPTS = ([1, 2, 3, 4, 5], [100, 200, 250, 17, 23, 42, 7], list(range(5, 37)))
 
 
 class Engine:
-    """A vLLM engine whose worker is this process, on the first GPU that it sees."""
+    """A vLLM engine: its worker is this process, on the first GPU that it sees, or it has a process a GPU."""
 
     def __init__(self, checkpoint: str, backend: str, options: dict[str, Any]) -> None:
         """`backend`: of the weight transfer, the engine then starts from dummy weights; empty: serve `checkpoint`."""
@@ -45,7 +45,7 @@ class Engine:
             "kv_cache_memory_bytes": 256 << 20,
             "gpu_memory_utilization": 0.1,
             "enable_prefix_caching": False,
-            "distributed_executor_backend": UniProcExecutor,
+            "distributed_executor_backend": "mp" if "tensor_parallel_size" in options else UniProcExecutor,
         }
         self.llm = LLM(model=checkpoint, **(settings | transfer | options))
 
@@ -65,17 +65,15 @@ class Engine:
 
     def finish_weight_update(self) -> None:
         self.llm.finish_weight_update()
-        torch.cuda.synchronize()
+        self.llm.collective_rpc(_synchronize)
 
     def report(self) -> dict[str, float]:
-        """What rdtexec's worker says of its last sync, in seconds."""
-        engine = self.llm.collective_rpc(lambda worker: worker.weight_transfer_engine)[0]
-        found = getattr(engine, "last_report", None)
-        names = ("seconds", "wait_s", "transfer_s", "scatter_s", "complete_s")
-        return {} if found is None else {name: getattr(found, name) for name in names}
+        """What rdtexec's first worker says of its last sync, in seconds."""
+        return self.llm.collective_rpc(_report)[0]
 
     def peak_memory(self) -> int:
-        return torch.cuda.max_memory_allocated()
+        """Bytes, of the worker that has most."""
+        return max(self.llm.collective_rpc(_peak_memory))
 
     def answers(self) -> list[Any]:
         """Greedy tokens, and the logprobs of the best three at every step."""
@@ -97,7 +95,7 @@ class Engine:
             found |= dict(model.named_buffers(remove_duplicate=False))
             return {name: f"{t.dtype} {tuple(t.shape)} {_digest(t):016x}" for name, t in found.items() if not t.is_meta}
 
-        return self.llm.apply_model(digest)[0]
+        return _by_rank(self.llm.apply_model(digest))
 
     def kernel_addresses(self) -> dict[str, int]:
         """Where the kernels' tensors lie: a sync must not move them."""
@@ -105,7 +103,25 @@ class Engine:
         def addresses(model: torch.nn.Module) -> dict[str, int]:
             return {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
 
-        return self.llm.apply_model(addresses)[0]
+        return _by_rank(self.llm.apply_model(addresses))
+
+
+def _by_rank(found: list[dict[str, Any]]) -> dict[str, Any]:
+    return {f"{name} of rank {rank}": value for rank, of_rank in enumerate(found) for name, value in of_rank.items()}
+
+
+def _synchronize(_: Any) -> None:
+    torch.cuda.synchronize()
+
+
+def _peak_memory(_: Any) -> int:
+    return torch.cuda.max_memory_allocated()
+
+
+def _report(worker: Any) -> dict[str, float]:
+    found = getattr(worker.weight_transfer_engine, "last_report", None)
+    names = ("seconds", "wait_s", "transfer_s", "scatter_s", "complete_s")
+    return {} if found is None else {name: getattr(found, name) for name in names}
 
 
 def _digest(tensor: torch.Tensor) -> int:
@@ -151,13 +167,13 @@ def _source_class() -> Any:
 class Trainer:
     """A trainer of one rank that feeds several systems from the same weights."""
 
-    def __init__(self, manifest: str, engines: dict[str, Any], *, gathered: bool) -> None:
-        """`engines` by system: `peer`, or one of rdtexec's transports."""
+    def __init__(self, manifest: str, engines: dict[str, Any], workers: int, *, gathered: bool) -> None:
+        """`engines` by system, `peer` or one of rdtexec's transports; each has `workers`."""
         import vllm.distributed.weight_transfer.sharded_rdt_trainer  # noqa: F401  an init must not pay the imports
 
         import rdtexec.vllm.trainer  # noqa: F401
 
-        self._engines = engines
+        self._engines, self._workers = engines, workers
         self._source = _source_class()(Path(manifest), gathered=gathered)
         self._trainers: dict[str, Any] = {}
         self._clients: dict[str, Any] = {}
@@ -192,7 +208,7 @@ class Trainer:
 
             started = time.perf_counter()
             info = ShardedRDTTrainerInitInfo(
-                rank=0, num_consumers=1, trainer_actor_namespace=NAMESPACE, stall_timeout_s=60
+                rank=0, num_consumers=self._workers, trainer_actor_namespace=NAMESPACE, stall_timeout_s=60
             )
             trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
         else:
