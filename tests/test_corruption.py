@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from corruption import corpus
+from corruption import bases, corpus
 
 from rdtplan.ir.file import write_plan
 
@@ -20,9 +20,10 @@ import corruptions  # noqa: E402
 def test_every_ruined_file_is_refused_with_one_clean_error(tmp_path: Path) -> None:
     """By the whole check, by a worker and by a trainer rank."""
     families: Counter[str] = Counter()
+    sound = bases()
     for ruined in corpus(400, seed=11):
         (tmp_path / "p").write_bytes(ruined.data)
-        verdict = corruptions.judge(tmp_path / "p")
+        verdict = corruptions.judge(tmp_path / "p", sound)
         assert corruptions.clean(verdict), (ruined.what, verdict)
         assert corruptions.judge_parts(tmp_path / "p") == "", ruined.what
         families[ruined.family] += 1
@@ -33,8 +34,6 @@ def test_every_ruined_file_is_refused_with_one_clean_error(tmp_path: Path) -> No
 def test_the_commands_refuse_ruined_files_cleanly(tmp_path: Path, seed: int) -> None:
     """No traceback, whatever is looked at."""
     sound = tmp_path / "sound"
-    from corruption import bases
-
     write_plan(bases()[0], sound)
     for ruined in corpus(45, seed):
         (tmp_path / "p").write_bytes(ruined.data)
@@ -47,8 +46,7 @@ def test_the_same_seed_gives_the_same_corpus() -> None:
 
 def test_a_sound_file_is_not_refused(tmp_path: Path) -> None:
     """The judge can tell."""
-    from corruption import bases
-
     write_plan(bases()[1], tmp_path / "p")
-    assert corruptions.judge(tmp_path / "p") == "accepted" and not corruptions.clean("accepted")
+    assert corruptions.judge(tmp_path / "p", bases()[:1]) == "accepted" and not corruptions.clean("accepted")
+    assert corruptions.judge(tmp_path / "p", bases()) == corruptions.SAME
     assert corruptions.judge_parts(tmp_path / "p") == "" == corruptions.judge_commands(tmp_path / "p", tmp_path / "p")

@@ -86,28 +86,28 @@ class Engine:
             for o in (output.outputs[0] for output in outputs)
         ]
 
-    @torch.no_grad()
     def kernel_state(self) -> dict[str, str]:
         """A digest of everything the kernels read."""
-
-        def digest(model: torch.nn.Module) -> dict[str, str]:
-            found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-            found |= dict(model.named_buffers(remove_duplicate=False))
-            return {name: f"{t.dtype} {tuple(t.shape)} {_digest(t):016x}" for name, t in found.items() if not t.is_meta}
-
-        return _by_rank(self.llm.apply_model(digest))
+        return _by_rank(self.llm.apply_model(_digests))
 
     def kernel_addresses(self) -> dict[str, int]:
         """Where the kernels' tensors lie: a sync must not move them."""
-
-        def addresses(model: torch.nn.Module) -> dict[str, int]:
-            return {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
-
-        return _by_rank(self.llm.apply_model(addresses))
+        return _by_rank(self.llm.apply_model(_addresses))
 
 
 def _by_rank(found: list[dict[str, Any]]) -> dict[str, Any]:
     return {f"{name} of rank {rank}": value for rank, of_rank in enumerate(found) for name, value in of_rank.items()}
+
+
+@torch.no_grad()
+def _digests(model: torch.nn.Module) -> dict[str, str]:
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found |= dict(model.named_buffers(remove_duplicate=False))
+    return {name: f"{t.dtype} {tuple(t.shape)} {_digest(t):016x}" for name, t in found.items() if not t.is_meta}
+
+
+def _addresses(model: torch.nn.Module) -> dict[str, int]:
+    return {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _synchronize(_: Any) -> None:
