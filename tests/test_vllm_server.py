@@ -87,7 +87,7 @@ def run_trainer(directory: Path, order: Order, *servers: Server) -> None:
             command = [sys.executable, "-m", "tests.vllm_trainer", str(file), str(rank)]
             ranks.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT))
     try:
-        codes = [process.wait(400) for process in ranks]
+        codes = [process.wait(900) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -96,7 +96,7 @@ def run_trainer(directory: Path, order: Order, *servers: Server) -> None:
     assert codes == [0] * order.world, logs
 
 
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(3600)
 def test_trainers_of_every_layout(tmp_path: Path) -> None:
     """One, two and four ranks; FSDP2, pipeline stages, and ranks that hold experts; into two expert-parallel workers.
 

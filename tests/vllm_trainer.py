@@ -117,13 +117,13 @@ def run(order: Order, rank: int) -> Iterator[str]:
             import ray
 
             ray.init(address=order.ray, namespace="trainer", log_to_driver=False)
-        client = ReplicaClient([HTTPVLLMWeightSyncClient(url, timeout=120) for url in order.urls])
+        client = ReplicaClient([HTTPVLLMWeightSyncClient(url, timeout=300) for url in order.urls])
         info = RdtExecTrainerInitInfo(
             rank=rank,
             transport=transport,
             repair_reload=order.repair_reload,
             checksums="full",
-            stall_timeout_s=120,
+            stall_timeout_s=300,
         )
         trainer = RdtExecTrainer.trainer_init(info, client=client, source=source)
         for seed in order.sequence:
