@@ -14,7 +14,6 @@ and then refuses reads, so an actor is never restarted but replaced.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import queue
@@ -35,8 +34,6 @@ from rdtexec.transport.packed import PackedConsumer, RingProducer, ServeRings
 from rdtplan.errors import TransferError
 
 START_TIMEOUT_S = 60.0
-YIELDS = 10
-"""Niceness that Ray's NIXL agent is given on top of its process's own."""
 _POISONED: list[Any] = []
 """Memory that a read under way may still write to; kept on purpose until the process ends."""
 
@@ -54,22 +51,6 @@ def _ray() -> Any:
             f"transport ray_rdt needs Ray 2.56 or later, this is {ray.__version__}", fix="upgrade ray", code="RDT617"
         )
     return ray
-
-
-def _register(memory: torch.Tensor) -> None:
-    """Register memory with Ray's NIXL agent of this process, which the first call makes.
-
-    The agent's thread looks for progress without ever sleeping. Where cores are scarce it must not take them from those
-    who have work (decoding between syncs, a ring actor that shall answer), so it is given a lower priority.
-    """
-    from ray.experimental import register_nixl_memory
-
-    before = set(os.listdir("/proc/self/task"))
-    register_nixl_memory(memory)
-    for thread in set(os.listdir("/proc/self/task")) - before:
-        with contextlib.suppress(OSError):  # it has ended
-            niceness = os.getpriority(os.PRIO_PROCESS, int(thread))
-            os.setpriority(os.PRIO_PROCESS, int(thread), min(niceness + YIELDS, 19))
 
 
 def _map(pid: int, descriptor: int, nbytes: int) -> torch.Tensor:
@@ -94,15 +75,17 @@ class RingServer:
 
     def add(self, pid: int, descriptor: int, nbytes: int) -> int:
         """Map and register a ring in host memory; its index."""
-        return self._keep(_map(pid, descriptor, nbytes))
+        return self._register(_map(pid, descriptor, nbytes))
 
     def add_on_gpu(self, ordinal: int, nbytes: int) -> tuple[int, dict[str, Any]]:
         """Allocate and register a ring on a GPU; its index, and what the producer needs to map it."""
         shared = SharedMemory(nbytes, torch.device("cuda", ordinal))
-        return self._keep(shared.memory), shared.facts
+        return self._register(shared.memory), shared.facts
 
-    def _keep(self, memory: torch.Tensor) -> int:
-        _register(memory)
+    def _register(self, memory: torch.Tensor) -> int:
+        from ray.experimental import register_nixl_memory
+
+        register_nixl_memory(memory)
         self._rings.append(memory)
         return len(self._rings) - 1
 
@@ -249,7 +232,7 @@ class RayConsumer(PackedConsumer):
             if not ray.is_initialized():
                 ray.init(address=welcome["cluster"], namespace=welcome["namespace"], log_to_driver=False)
             if not self._registered:
-                _register(self._pool.memory)
+                ray.experimental.register_nixl_memory(self._pool.memory)
                 self._registered = True
             actor = ray.get_actor(welcome["actor"], namespace=welcome["namespace"])
         except Exception as error:
