@@ -31,8 +31,8 @@ def agree_on_token() -> None:
 def ray_cluster(namespace: str | None = None) -> Iterator[str]:
     """Start one, be joined to it in `namespace`, and yield its address; its sockets lie in a short path.
 
-    Ray starts actors at niceness 15; where there are fewer cores than NIXL agents, which never sleep, a ring actor would
-    hardly get to run.
+    Ray starts actors at niceness 15; where there are fewer cores than NIXL agents, which never sleep, a ring actor
+    would hardly get to run.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its real name
