@@ -64,7 +64,7 @@ def another_node(address: str, ip: str) -> Iterator[subprocess.Popen[bytes]]:
     before = sum(node["Alive"] for node in ray.nodes())
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--address", address]
     command += ["--node-ip-address", ip, "--num-cpus", "1", "--object-store-memory", str(80 << 20)]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, process_group=0, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
         while sum(node["Alive"] for node in ray.nodes()) == before:

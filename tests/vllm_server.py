@@ -61,7 +61,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env=inherited | ENVIRONMENT | environment,
                 cwd=checkpoint.parent,
-                start_new_session=True,
+                process_group=0,  # and no session: Linux shares cores by session, and its workers would take all
             )
         deadline = time.monotonic() + START_S
         try:
