@@ -441,3 +441,13 @@ def test_a_refusal_lists_the_first_findings_and_counts_the_rest() -> None:
     refuse([])
     refuse([evolve(findings[0], severity="warning")])
     assert str(findings[0]) == "RDT320 error: source 0"
+
+
+def test_routing_of_the_last_worker_that_is_too_long_is_a_finding() -> None:
+    """The checks of producers count on routing of one length, so they come only where it is sound."""
+    plan = make_plan(Scenario(topology=InferenceTopology(2)))
+    last = plan.consumers[-1]
+    producers = (*last.routing.producer, last.routing.producer[-1])
+    longer = evolve(last, routing=evolve(last.routing, producer=producers))
+    findings = verify_fleet(evolve(plan, consumers=(*plan.consumers[:-1], longer)))
+    assert [f.code for f in findings] == ["RDT330"] and "routing" in findings[0].sentence

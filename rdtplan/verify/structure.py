@@ -470,6 +470,8 @@ def check_fleet(plan: FleetPlan) -> list[Finding]:
             return findings
         routed = check_routing(program, consumer.routing, manifest, ownership, where)
         findings += routed or check_consumer_digest(consumer)
+    if findings:
+        return findings
     c.digest(plan.identity, fleet_identity(plan), "identity", "what decides the plan")
     n, ranks = ownership.ranks, [p.rank for p in plan.producers]
     in_order = len(ranks) == n and ranks == list(range(n))
