@@ -27,7 +27,7 @@ from rdtexec.reports import LOG, Observer, SyncReport, peak_memory
 from rdtexec.scatter import ModuleHooks, Scatterer, ScatterJob
 from rdtexec.schedule import Pull
 from rdtexec.transport import CONSUMERS, allowed
-from rdtexec.transport.base import ConsumerTransport
+from rdtexec.transport.base import ConsumerTransport, ReadFailed
 from rdtexec.transport.local import node
 from rdtplan.errors import RdtError, TransferError
 
@@ -36,6 +36,8 @@ GRACE = 1.25
 """A consumer waits this much longer than a producer, who knows for whom the fleet waits and should speak first."""
 GIVE_UP_S = 30.0
 """How long a failed sync waits for the copies under way: nothing writes to the model after it was reported."""
+GONE_S = 1.0
+"""How long a READ that failed waits for the producer's connection to close: a process that dies closes one by one."""
 POLL_S = 0.0005
 """How often transfers under way are looked at while no message comes."""
 
@@ -459,7 +461,10 @@ class _Sync:
             self._wait_s += time.perf_counter() - started
 
     def _take_landed(self) -> bool:
-        found = [pull for transport in self._c._transports.values() for pull in transport.poll()]
+        try:
+            found = [pull for transport in self._c._transports.values() for pull in transport.poll()]
+        except ReadFailed as error:
+            raise self._culprit(error) from error
         for pull in found:
             self._transfer_s += self._note(pull.chunk) - self._times[pull.chunk][1]
             if self._c._observer.verbose:
@@ -503,7 +508,25 @@ class _Sync:
         if "checksum" in message:
             self._proofs[chunk] = str(message["checksum"])
         self._note(chunk)
-        self._c._uses[rank].begin_read(self._issued[chunk][0], rank, message["facts"])
+        try:
+            self._c._uses[rank].begin_read(self._issued[chunk][0], rank, message["facts"])
+        except ReadFailed as error:
+            raise self._culprit(error) from error
+
+    def _culprit(self, failure: ReadFailed) -> TransferError:
+        """The producer's death, or what it says went wrong, where that is why a READ failed; else the failure itself.
+
+        The network often sees a death before the control connection does.
+        """
+        link, deadline = self._c._links[failure.producer], time.monotonic() + GONE_S
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                message = link.receive(left)
+                if message is not None and message["kind"] == "failed":
+                    self._handle(failure.producer, message)
+            except TransferError as cause:
+                return TransferError(f"{cause.message}; before that, {failure.message}", fix=cause.fix, code=cause.code)
+        return failure
 
     def _say_what_for(self, but: int) -> None:
         """Put into words which producer, besides `but`, owes this consumer something."""

@@ -13,6 +13,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -222,6 +224,36 @@ def _after(owner: Any, name: str, action: Callable[[], None]) -> None:
     setattr(owner, name, struck)
 
 
+def _hold_connections(_: Any) -> None:
+    """When this process dies, its Unix sockets stay open for half a second more; everything else of it closes."""
+    parent = os.getpid()
+    if os.fork() != 0:
+        return
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if not (stat.S_ISSOCK(os.fstat(number).st_mode) and _is_unix(number)):
+                os.close(number)
+    while os.getppid() == parent:
+        time.sleep(0.001)
+    time.sleep(0.5)
+    os._exit(0)
+
+
+def _is_unix(number: int) -> bool:
+    sock = socket.socket(fileno=number)
+    try:
+        return sock.family == socket.AF_UNIX
+    finally:
+        sock.detach()
+
+
+def _kill_and_wait(pid: int) -> None:
+    """Returns when nothing of the process can be read any more."""
+    os.kill(pid, signal.SIGKILL)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.001)
+
+
 class Heard(logging.Handler):
     """Keeps what the runtime logs in this process."""
 
@@ -361,6 +393,7 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
         "linger": linger,
         "strike": lambda strike: strike_producer(live[0], strike),
         "corrupt": corrupt,
+        "hold connections": _hold_connections,
         "usage": usage,
         "log": lambda _: "\n".join(heard.messages),
         "kill ring actor": kill_ring_actor,
@@ -432,6 +465,11 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
         have = dict(model.named_parameters())
         return [n for n, t in wanted.items() if not torch.equal(_raw(t), _raw(have[n].data.reshape(-1)))]
 
+    def kill_before_read(pid: int) -> None:
+        """The next chunk that this worker reads is one of a process that is dead by then."""
+        for transport in live[0]._transports.values():
+            _before(transport, "begin_read", lambda: _kill_and_wait(pid))
+
     def fingerprint(_: Any) -> int:
         return hash(tuple(_raw(p.data.reshape(-1)).sum().item() for p in model.parameters()))
 
@@ -448,6 +486,7 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
         "heal nixl": lambda _: os.environ.pop("UCX_TLS", None),
         "fingerprint": fingerprint,
         "strike": lambda strike: strike_consumer(live[0], strike),
+        "kill before read": kill_before_read,
         "transports": lambda _: {rank: live[0].transport_of(rank) for rank in live[0]._uses},
         "usage": usage,
         "log": lambda _: "\n".join(heard.messages),

@@ -135,6 +135,21 @@ def test_a_killed_producer(point: str, transport: str, tmp_path: Path, note: Not
         recover(fleet, 2)
 
 
+def test_a_producer_whose_death_the_network_sees_first(tmp_path: Path) -> None:
+    """The READ fails while the connection is still open: the error says that the producer is gone all the same."""
+    with running(ALONE, tmp_path, "nixl", stall_timeout_s=60.0) as fleet:
+        fleet.sync(0)
+        fleet.ask(fleet.producers, "hold connections")
+        fleet.ask([fleet.workers[0]], "kill before read", fleet.producers[0].process.pid)
+        fleet.begin(1)
+        endings = fleet.endings(fleet.everyone)
+        assert endings.pop("producer 0").status == "dead"
+        failed(endings, "producer 0 is gone")
+        assert "before that, the READ of chunk" in endings["worker 0"].value
+        fleet.restart_producer(0)
+        recover(fleet, 2)
+
+
 # -- somebody stops, and goes on too late ------------------------------------------------------------------------------
 
 

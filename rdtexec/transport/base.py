@@ -29,8 +29,23 @@ from rdtexec.copies import Copy
 from rdtexec.plans import TrainerPlan, WorkerPlan
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
+from rdtplan.errors import TransferError
 
 Copies = Callable[[], Copy]
+
+
+class ReadFailed(TransferError):
+    """A chunk could not be read from `producer`, a trainer rank."""
+
+    code = "RDT616"
+    producer: int
+
+    @classmethod
+    def of(cls, producer: int, message: str, fix: str) -> ReadFailed:
+        """The error, with whom it was read from."""
+        error = cls(message, fix=fix)
+        error.producer = producer
+        return error
 
 
 class ConsumerTransport(ABC):
@@ -50,11 +65,11 @@ class ConsumerTransport(ABC):
 
     @abstractmethod
     def begin_read(self, pull: Pull, producer: int, ready: dict[str, Any]) -> None:
-        """The producer has the chunk ready: start moving it."""
+        """The producer has the chunk ready: start moving it. ReadFailed when it cannot be read."""
 
     @abstractmethod
     def poll(self) -> list[Pull]:
-        """Pulls that have landed since the last call. TransferError when a transfer failed."""
+        """Pulls that have landed since the last call. ReadFailed when a transfer failed."""
 
     @property
     @abstractmethod

@@ -23,6 +23,7 @@ from rdtexec.device import host_pages
 from rdtexec.plans import TrainerPlan, WorkerPlan
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
+from rdtexec.transport.base import ReadFailed
 from rdtexec.transport.packed import PackedConsumer, RingProducer, ServeRings
 from rdtplan.errors import TransferError
 
@@ -187,11 +188,11 @@ class NixlConsumer(PackedConsumer):
                 landed.append(pull)
         return landed
 
-    def _failed(self, pull: Pull, producer: int, error: object) -> TransferError:
-        return TransferError(
+    def _failed(self, pull: Pull, producer: int, error: object) -> ReadFailed:
+        return ReadFailed.of(
+            producer,
             f"the READ of {self._plan.chunk_label(pull.chunk)} from producer {producer} failed: {error}",
             fix="look whether that producer still runs",
-            code="RDT616",
         )
 
     @property

@@ -30,6 +30,7 @@ from rdtexec.device import with_index
 from rdtexec.plans import TrainerPlan, WorkerPlan
 from rdtexec.pool import ReceivePool
 from rdtexec.schedule import Pull
+from rdtexec.transport.base import ReadFailed
 from rdtexec.transport.packed import PackedConsumer, RingProducer, ServeRings
 from rdtplan.errors import TransferError
 
@@ -287,11 +288,11 @@ class RayConsumer(PackedConsumer):
             producer, future = self._reads.pop(pull)
             error = future.exception()
             if error is not None:
-                raise TransferError(
+                raise ReadFailed.of(
+                    producer,
                     f"Ray could not get {self._plan.chunk_label(pull.chunk)} from producer {producer}: "
                     f"{type(error).__name__}: {str(error).splitlines()[0]}",
                     fix="look whether that producer and its ring actor still run",
-                    code="RDT616",
                 ) from error
         return landed
 
