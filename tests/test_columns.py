@@ -121,7 +121,8 @@ def test_tensor_parallel_ranks_share_their_tables() -> None:
     [
         (lambda v: v.update({"$part": 9999}), "reference to part 9999"),
         (lambda v: v.update({"$part": "0"}), "expected a column or a reference"),
-        (lambda v: v.update({"of": [0]}), "codes 0 to"),
+        (lambda v: v.update({"of": [0]}), "codes, 0 to"),
+        (lambda v: v["of"].append(0), "codes, 0 to"),
         (lambda v: v.update({"of": ["x"]}), "of: expected an array of int"),
     ],
 )

@@ -125,9 +125,14 @@ def _expand(length: int, literals: list[int], copies: list[int]) -> list[int]:
 
 
 def look_up(codes: Ints, table: Any, item: type) -> tuple[Any, ...]:
-    """Values of a dictionary column. TypeError when a code is outside the table or the table holds other things."""
+    """Values of a dictionary column.
+
+    TypeError when a code is outside the table, an entry of the table has no code, or the table holds other things.
+    """
     if type(table) is not list or not set(map(type, table)) <= {item}:
         raise TypeError(f"of: expected an array of {item.__name__}, found {str(table)[:60]!r}")
-    if min(codes, default=0) < 0 or max(codes, default=-1) + 1 != len(table):
-        raise TypeError(f"of: codes {min(codes, default=0)} to {max(codes, default=-1)} for a table of {len(table)}")
+    used = set(codes)
+    if used != set(range(len(table))):
+        least, most = min(used, default=0), max(used, default=-1)
+        raise TypeError(f"of: {len(used)} codes, {least} to {most}, for a table of {len(table)}")
     return tuple(map(table.__getitem__, codes))

@@ -6,6 +6,7 @@ Stored as columns: a 235B mixture of experts has 36,945 names, and a worker load
 from collections.abc import Iterable
 from functools import cached_property
 from math import prod
+from operator import mul
 
 from attrs import frozen
 
@@ -68,10 +69,9 @@ class Manifest:
 
     @cached_property
     def nbytes_column(self) -> Ints:
-        """Bytes of every full tensor; equal tensors are worked out once."""
-        pairs = set(zip(self.dtypes, self.shapes, strict=True))
-        nbytes = {(d, s): prod(self.shape_table[s]) * itemsize(self.dtype_table[d]) for d, s in pairs}
-        return tuple(map(nbytes.__getitem__, zip(self.dtypes, self.shapes, strict=True)))
+        """Bytes of every full tensor."""
+        sizes, numels = list(map(itemsize, self.dtype_table)), list(map(prod, self.shape_table))
+        return tuple(map(mul, map(sizes.__getitem__, self.dtypes), map(numels.__getitem__, self.shapes)))
 
 
 def build_manifest(entries: Iterable[SourceTensor]) -> Manifest:

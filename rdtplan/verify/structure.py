@@ -70,7 +70,9 @@ class _Checks:
 
     def indices(self, column: Ints, bound: int, field: str, low: int = 0) -> None:
         if column:
-            least, most = min(column), max(column)
+            # Where few are possible, it is quicker to find out which there are than to compare all.
+            found = set(column) if 4 * bound < len(column) else column
+            least, most = min(found), max(found)
             worst = least if least < low else most
             self.that(low <= worst < bound, field, f"index {worst} is outside {low} to {bound - 1}")
 
@@ -277,24 +279,27 @@ def _check_destinations_inside(c: _Checks, program: Program, spans: list[int]) -
     extent = {(s, t): span(Region(s, t, 0))[1] if all(s) else 0 for s, t in set(shapes)}
     extents = list(map(extent.__getitem__, zip(p.shapes, p.strides, strict=True)))
     keys, scatters, fills = program.keys, program.scatters, program.fills
-
-    def copies() -> Iterable[tuple[int, int, int]]:
-        """Extent of the parameter, region fetched, region written."""
-        fetched = _pick(keys.region, scatters.key)
-        return zip(_pick(extents, scatters.parameter), fetched, scatters.region, strict=True)
-
-    reasons: dict[tuple[int, int, int], tuple[str, str]] = {}
-    for copy in set(copies()):  # of the few kinds that layers and experts repeat
-        room, fetched, written = copy
-        if spans[written] > room:
-            reasons[copy] = "it leaves parameter", "RDT313"
-        elif reason := _no_copy(program.regions[fetched], program.regions[written]):
-            reasons[copy] = f"{reason}, into", "RDT330"
-    if reasons:
-        for s, copy in enumerate(copies()):
-            if copy in reasons:
-                what, code = reasons.pop(copy)
+    rooms, fetches = tuple(_pick(extents, scatters.parameter)), tuple(_pick(keys.region, scatters.key))
+    seen: set[object] = set()
+    start = 0
+    for end in program.chunks.scatter_end:  # layers and experts repeat: what fits once fits again
+        chunk = slice(start, end)
+        columns = rooms[chunk], fetches[chunk], scatters.region[chunk]
+        if columns not in seen:
+            seen.add(columns)
+            kinds = dict.fromkeys(zip(*columns, strict=True))
+            for kind in (k for k in kinds if k not in seen):
+                seen.add(kind)
+                room, fetched, written = kind
+                what, code = "it leaves parameter", "RDT313"
+                if spans[written] <= room:
+                    reason, code = _no_copy(program.regions[fetched], program.regions[written]), "RDT330"
+                    if not reason:
+                        continue
+                    what = f"{reason}, into"
+                s = start + list(zip(*columns, strict=True)).index(kind)
                 c.that(False, f"scatters.region[{s}]", f"{what} {p.names[scatters.parameter[s]]!r}", code)
+        start = end
     for k, (parameter, region) in enumerate(zip(fills.parameters, fills.regions, strict=True)):
         if spans[region] > extents[parameter]:
             c.that(False, f"fills.regions[{k}]", f"it leaves parameter {p.names[parameter]!r}", "RDT313")
