@@ -250,8 +250,9 @@ def _is_unix(number: int) -> bool:
 def _kill_and_wait(pid: int) -> None:
     """Returns when nothing of the process can be read any more."""
     os.kill(pid, signal.SIGKILL)
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        time.sleep(0.001)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # its parent may bury it meanwhile
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.001)
 
 
 class Heard(logging.Handler):
