@@ -16,7 +16,7 @@ from attrs import asdict, frozen
 from rdtplan.errors import InputError
 from rdtplan.ir.file import PlanFile
 from rdtplan.ir.manifest import Manifest
-from rdtplan.ir.plan import ConsumerPlan
+from rdtplan.ir.plan import ConsumerPlan, Program
 from rdtplan.report.drill import workers_of
 from rdtplan.report.names import fold_names, template
 from rdtplan.report.tables import paragraph, table
@@ -85,15 +85,16 @@ def _explain_sources(
 ) -> list[Explained]:
     groups, ownership = file.field("groups"), file.field("ownership")
     firsts = [g.first for g in groups]
-    of_worker = [_scatters_of(c, set(sources)) for c in consumers]
+    programs = {id(c.program): c.program for c in consumers}  # replicas share theirs
+    scatters = {i: _scatters_of(program, set(sources)) for i, program in programs.items()}
     forms: dict[Any, list[int]] = {}
     for k in sources:
-        routes = tuple(_signature(c, rows[k]) for c, rows in zip(consumers, of_worker, strict=True) if k in rows)
+        routes = tuple(_signature(program, scatters[i].get(k, ())) for i, program in programs.items())
         forms.setdefault((template(manifest.names[k]), ownership.class_of[k], routes), []).append(k)
     out = []
     for members in forms.values():
         k = members[0]
-        rows = [w for c, at in zip(consumers, of_worker, strict=True) for w in describe(c, manifest, at.get(k, ()))]
+        rows = [w for c in consumers for w in describe(c, manifest, scatters[id(c.program)].get(k, ()))]
         out.append(
             Explained(
                 direction="source",
@@ -112,9 +113,8 @@ def _explain_sources(
     return out
 
 
-def _scatters_of(consumer: ConsumerPlan, sources: set[int]) -> dict[int, list[int]]:
-    """Scatters of one worker by the source they come from, for the given sources."""
-    program = consumer.program
+def _scatters_of(program: Program, sources: set[int]) -> dict[int, list[int]]:
+    """Scatters by the source they come from, for the given sources."""
     wanted = [k for k, source in enumerate(program.keys.source) if source in sources]
     at = dict.fromkeys(wanted)
     found: dict[int, list[int]] = {}
@@ -124,12 +124,9 @@ def _scatters_of(consumer: ConsumerPlan, sources: set[int]) -> dict[int, list[in
     return found
 
 
-def _signature(consumer: ConsumerPlan, scatters: Iterable[int]) -> Any:
-    """What two names of one form must agree in to be explained together, on one worker."""
-    program = consumer.program
-    return consumer.consumer_id, tuple(
-        (program.keys.region[program.scatters.key[s]], program.provenance.scatter_chain[s]) for s in scatters
-    )
+def _signature(program: Program, scatters: Iterable[int]) -> Any:
+    """What two names of one form must agree in to be explained together, on the workers of one program."""
+    return tuple((program.keys.region[program.scatters.key[s]], program.provenance.scatter_chain[s]) for s in scatters)
 
 
 # -- from a parameter to its sources ---------------------------------------------------------------------------
