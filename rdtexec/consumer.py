@@ -112,6 +112,8 @@ class Consumer:
         self._transports: dict[str, ConsumerTransport] = {}
         self._uses: dict[int, ConsumerTransport] = {}
         """Transport of each producer that this worker pulls from."""
+        self._read_in_place: frozenset[int] = frozenset()
+        """Gather groups of which some chunk is copied straight from its producer's memory."""
         self._links: dict[int, Link] = {}
         self._scatterer = Scatterer(destination.device, _FillThenHooks(hooks or NoHooks(), destination))
         self._syncs = 0
@@ -162,6 +164,9 @@ class Consumer:
                 LOG.warning("consumer %d uses %s with producer %d: %s", self._me, others[0], rank, error.message)
                 self._greet(rank, others, pairs[rank])
                 self._use(rank, self._answer(rank, "welcome", timeout_s))
+        chunks, producer = self._program.chunks, self.plan.consumer.routing.producer
+        in_place = {rank for rank, transport in self._uses.items() if not transport.frees_on_landing}
+        self._read_in_place = frozenset(g for g, rank in zip(chunks.group, producer, strict=True) if rank in in_place)
         for rank in needed:  # only now give up an earlier connection of this consumer, if there is one
             self._links[rank].send("commit")
         for rank in needed:
@@ -419,6 +424,8 @@ class _Sync:
         del self._issued[chunk]
         transport = c._uses[self._routing.producer[chunk]]
         proof = self._proofs.pop(chunk, None)
+        # Chunks of a group are scattered in the order of their drain, so after the last all others are out as well.
+        landed = self._program.chunks.group[chunk] not in c._read_in_place
         job = ScatterJob(
             label=c.plan.chunk_label(chunk),
             copies=transport.copies(pull),
@@ -426,10 +433,10 @@ class _Sync:
             last=c._last_of_chunk.get(chunk, ()),
             slot=self._slot(pull.lane, pull.slot) if transport.needs_slots else None,
             check=None if proof is None else lambda written: self._check(chunk, proof, written),
-            done=lambda: self._after_scatter(chunk, transport.frees_on_landing),
+            done=lambda: self._after_scatter(chunk, landed),
         )
         c._scatterer.submit(job)
-        if transport.frees_on_landing:
+        if landed:
             self._free_after(chunk)
 
     def wait(self, timeout_s: float | None) -> None:

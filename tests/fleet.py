@@ -26,6 +26,7 @@ import torch
 from attrs import field, frozen
 
 from rdtexec import consumer as consumer_module
+from rdtexec import producer as producer_module
 from rdtexec.consumer import Consumer
 from rdtexec.demo.fleet import Child, children, collect, new_authkey
 from rdtexec.demo.processes import poison, serve_commands
@@ -294,8 +295,8 @@ class Setup:
     ray_address: str
     answer_s: float
     """How long a process may take to answer: a deadline of the tests, not of the product."""
-    far: tuple[int, ...]
-    """Workers that say they are on another node."""
+    far: tuple[str, ...]
+    """Processes that say they are on another node."""
     options: dict[str, Any]
     """More settings of producers and consumers, by role."""
     outside: list[str] = field(factory=list)
@@ -335,6 +336,8 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
     heard = Heard()
     live: list[Producer] = []
     sources: list[RandomSource] = []
+    if f"producer {rank}" in setup.far:
+        producer_module.node = lambda: "another node"  # type: ignore[assignment]
 
     def start(path: str | None) -> Any:
         plan = load_trainer(path or setup.path, rank)
@@ -421,7 +424,7 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
     heard = Heard()
     live: list[Consumer] = []
     broken = setup.faults is not None and setup.faults.kind == "hook"
-    if consumer in setup.far:
+    if f"worker {consumer}" in setup.far:
         consumer_module.node = lambda: "another node"  # type: ignore[assignment]
 
     def start(addresses: Any) -> Any:
@@ -471,6 +474,22 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
         for transport in live[0]._transports.values():
             _before(transport, "begin_read", lambda: _kill_and_wait(pid))
 
+    def slow_copies(seconds: float) -> None:
+        """Every copy out of a producer's memory begins late."""
+        transport = live[0]._transports["local"]
+        copies = transport.copies
+
+        def late(pull: Any) -> Any:
+            make = copies(pull)
+
+            def wait_and_make() -> Any:
+                time.sleep(seconds)
+                return make()
+
+            return wait_and_make
+
+        transport.copies = late  # type: ignore[method-assign]
+
     def fingerprint(_: Any) -> int:
         return hash(tuple(_raw(p.data.reshape(-1)).sum().item() for p in model.parameters()))
 
@@ -488,6 +507,7 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
         "fingerprint": fingerprint,
         "strike": lambda strike: strike_consumer(live[0], strike),
         "kill before read": kill_before_read,
+        "slow copies": slow_copies,
         "transports": lambda _: {rank: live[0].transport_of(rank) for rank in live[0]._uses},
         "usage": usage,
         "log": lambda _: "\n".join(heard.messages),
@@ -606,7 +626,7 @@ def running(
     faults: Faults | None = None,
     connect: bool = True,
     ray_address: str = "",
-    far: tuple[int, ...] = (),
+    far: tuple[str, ...] = (),
     nodes: dict[str, str] | None = None,
     **options: dict[str, Any],
 ) -> Iterator[Fleet]:

@@ -65,11 +65,23 @@ def test_every_parameter_is_byte_exact_after_every_sync(name: str, transport: st
 
 def test_auto_chooses_by_pair(tmp_path: Path) -> None:
     """Local for the worker on this node, nixl for one that says it is on another; both exact, alone and together."""
-    with running(COUPLED, tmp_path, "auto", far=(1,)) as fleet:
+    with running(COUPLED, tmp_path, "auto", far=("worker 1",)) as fleet:
         assert fleet.ask(fleet.workers, "transports") == [{0: "local"}, {1: "nixl"}]
         for sync, live in enumerate((None, None, [1], [0], None)):
             fleet.sync(sync, live)
             assert fleet.wrong(sync, live) == {}
+
+
+def test_a_group_that_comes_over_two_transports_is_freed_after_the_copy(tmp_path: Path) -> None:
+    """Its last chunk has landed in a slot while an earlier one is still to be copied from its trainer's memory."""
+    scenario = Scenario(LAYERS, settings=TransferSettings(gather_lookahead=0), trainer_ranks=3, ownership="experts")
+    with running(scenario, tmp_path, "auto", far=("producer 2",)) as fleet:
+        (chosen,) = fleet.ask(fleet.workers, "transports")
+        assert chosen[0] == chosen[1] == "local" and chosen[2] == "nixl"
+        fleet.ask(fleet.workers, "slow copies", 0.05)
+        for sync in range(3):
+            fleet.sync(sync)
+            assert fleet.wrong(sync) == {}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -14,7 +14,8 @@ Life cycle, the same for all implementations:
    write to stays parked for the life of the process.
 
 `frees_on_landing` says when a consumer may signal that it is done with a group: when the bytes have landed in a slot
-of its own, or, where it copies straight from the producer's memory, only after the copy.
+of its own, or, where it copies straight from the producer's memory, only after the copy. A group of which any chunk is
+copied so is freed after its last copy.
 """
 
 from __future__ import annotations
