@@ -19,6 +19,8 @@ UNITS = (16, 8, 4, 2, 1)
 """Bytes that one element of a tile may have."""
 MAX_DIMS = 3
 """Dimensions of a move beside the contiguous run; more go to torch."""
+MAX_EXTENT = 1 << 30
+"""A move has fewer rows than these, and fewer bytes in each: the kernel counts both in 32 bits. More go to torch."""
 TILE_COLUMNS = (1024, 128, 16)
 """Widths of tiles, in elements."""
 TILE_ELEMENTS = 8192
@@ -52,7 +54,7 @@ def make_move(
     dest_offset: int,
     itemsize: int,
 ) -> Move | None:
-    """A move from regions in elements, of one common shape; None when it has too many dimensions or no elements.
+    """A move from regions in elements, of one common shape; None when it is too large in some way, or has no elements.
 
     >>> make_move((0, 0), (4, 8), (16, 1), (8, 1), 3, 0, 2)
     Move(source=0, source_at=6, dest=0, dest_at=0, shape=(4,), source_stride=(32,), dest_stride=(16,), run=16)
@@ -61,10 +63,10 @@ def make_move(
     run = itemsize
     if dims and dims[-1][1] == dims[-1][2] == 1:
         run *= dims.pop()[0]
-    if len(dims) > MAX_DIMS or not prod(shape):
+    outer = tuple(d[0] for d in dims)
+    if len(dims) > MAX_DIMS or not prod(shape) or prod(outer) >= MAX_EXTENT or (outer and run >= MAX_EXTENT):
         return None
     source_at, dest_at = source_offset * itemsize, dest_offset * itemsize
-    outer = tuple(d[0] for d in dims)
     steps = tuple(d[1] * itemsize for d in dims), tuple(d[2] * itemsize for d in dims)
     return Move(bases[0], source_at, bases[1], dest_at, outer, *steps, run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from math import prod
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rdtexec import moves
 from rdtexec.copies import ScatterMoves
 from rdtexec.destination import Destination
-from rdtexec.moves import MAX_DIMS, TILE_ELEMENTS, Move, Table, make_move, tabulate
+from rdtexec.moves import MAX_DIMS, MAX_EXTENT, TILE_ELEMENTS, Move, Table, make_move, tabulate
 from rdtexec.plans import chunk_scatters
+from rdtexec.transport import packed
 from rdtexec.transport.local import group_layout
-from rdtexec.transport.packed import pack_moves
+from rdtexec.transport.packed import dense_moves, pack_moves
+from rdtplan.ir.regions import Region, contiguous_stride
 from rdtplan.ir.topology import InferenceTopology, TransferSettings
 from tests.fleet import destination_model
 from tests.plans import Scenario, Sizes, make_plan
@@ -37,6 +41,36 @@ def carry_out(tables: list[Table], memory: dict[int, torch.Tensor]) -> None:
                     a = source_at + (sum(x * s for x, s in zip(i, steps[:3], strict=True)) + first) * table.element
                     b = dest_at + (sum(x * s for x, s in zip(i, steps[3:], strict=True)) + first) * table.element
                     memory[dest][b : b + count] = memory[source][a : a + count]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [
+        ((128, 8192, 5120), (8192 * 5120, 1, 8192)),  # fused experts, transposed
+        ((3, 1 << 30), (1 << 33, 3)),
+        ((5, (1 << 30) + 3), (1 << 31, 1)),
+        ((2, 3, 2, 3, 2, 3), (1000, 300, 90, 27, 8, 2)),
+    ],
+)
+def test_what_the_kernel_cannot_count_is_copied_in_parts(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    """Too many rows, too long rows, too many dimensions: parts that the kernel can do, each from its own place."""
+    region = Region(shape, stride, 7)
+    assert make_move((0, 1), shape, stride, contiguous_stride(shape), 7, 0, 2) is None
+    at = 64
+    for move in dense_moves((0, 1), region, at, 2):
+        assert len(move.shape) <= MAX_DIMS and prod(move.shape) < MAX_EXTENT and move.dest_at == at
+        rest, source = (at - 64) // 2, 7
+        for n, step in zip(contiguous_stride(shape), stride, strict=True):
+            source, rest = source + rest // n * step, rest % n
+        assert move.source_at == 2 * source
+        for table in tabulate([move], 16):
+            assert all(down < MAX_EXTENT and across < 1 << 31 for *_, down, across in (row[:6] for row in table.rows))
+        at += prod(move.shape) * move.run
+    assert at == 64 + 2 * prod(shape)
+
+
+def test_examples_in_docstrings() -> None:
+    assert doctest.testmod(moves).failed == 0 and doctest.testmod(packed).failed == 0
 
 
 def noise(nbytes: int, seed: int) -> torch.Tensor:

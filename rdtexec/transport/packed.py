@@ -49,7 +49,8 @@ class ServeRings:
         self._tensors: dict[int, torch.Tensor] = {}
         self._names_of: dict[int, list[int]] = {}
         self._gathered: dict[int, Any] = {}
-        self._views: dict[tuple[tuple[int, ...], int], tuple[Ints, ViewCopy]] = {}
+        self._places: dict[tuple[tuple[int, ...], int], tuple[list[tuple[int, str, Region]], list[torch.Tensor]]] = {}
+        """Where torch packs, by sharers and chunk: name, element type and region of every slice, and its place."""
         self._tables: dict[tuple[tuple[int, ...], int], tuple[CudaTable, Ints]] = {}
         """On a GPU, by sharers and chunk: the table, and the source names that are its bases, before the slot."""
         self._lane: Any = None
@@ -105,23 +106,19 @@ class ServeRings:
         return slot
 
     def _by_views(self, consumer: int, chunk: int, packed: torch.Tensor) -> ViewCopy:
-        """Views of every slice and its place; kept, and used again while the published addresses repeat."""
+        """The places of the slices are kept. Views of their sources are not: they would keep the group in memory."""
         program = self._plan.consumers[consumer].program
-        keys = chunk_keys(program, chunk)
-        addresses = tuple(self._tensors[program.keys.source[k]].data_ptr() for k in keys)
-        cached = self._views.get((self._sharers[consumer], chunk))
-        if cached is not None and cached[0] == addresses:
-            return cached[1]
-        dests: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for k in keys:
-            region = program.regions[program.keys.region[k]]
-            full = typed(self._tensors[program.keys.source[k]], program.dtype_table[program.keys.dtype[k]])
-            sources.append(strided(full, Region(region.shape, region.stride, region.offset)))
-            dests.append(packed_slice(program, k, packed).view(region.shape))
-        copy = ViewCopy(dests, sources)
-        self._views[self._sharers[consumer], chunk] = (addresses, copy)
-        return copy
+        places = self._places.get((self._sharers[consumer], chunk))
+        if places is None:
+            reads: list[tuple[int, str, Region]] = []
+            dests: list[torch.Tensor] = []
+            for k in chunk_keys(program, chunk):
+                region = program.regions[program.keys.region[k]]
+                reads.append((program.keys.source[k], program.dtype_table[program.keys.dtype[k]], region))
+                dests.append(packed_slice(program, k, packed).view(region.shape))
+            places = self._places[self._sharers[consumer], chunk] = (reads, dests)
+        reads, dests = places
+        return ViewCopy(dests, [strided(typed(self._tensors[k], dtype), region) for k, dtype, region in reads])
 
     def _table(self, consumer: int, chunk: int, device: torch.device) -> tuple[CudaTable, Ints]:
         found = self._tables.get((self._sharers[consumer], chunk))
@@ -147,26 +144,38 @@ class ServeRings:
 
     def close(self) -> None:
         self.reset()
-        self._views.clear()
+        self._places.clear()
         self._tables.clear()
         self._rings.clear()
 
 
 def pack_moves(program: Program, key: int, bases: tuple[int, int]) -> list[Move]:
-    """One slice out of its full tensor into its place in the packed chunk; rows of it, where it has many dimensions."""
-    region = program.regions[program.keys.region[key]]
+    """One slice out of its full tensor into its place in the packed chunk."""
     size = itemsize(program.dtype_table[program.keys.dtype[key]])
+    return dense_moves(bases, program.regions[program.keys.region[key]], program.keys.offset[key], size)
+
+
+def dense_moves(bases: tuple[int, int], region: Region, at: int, size: int) -> list[Move]:
+    """A region, of elements of `size` bytes, written densely from byte `at` on; in halves where one move cannot do it.
+
+    >>> [m.shape for m in dense_moves((0, 1), Region((2, 1 << 30), (4 << 30, 2), 0), 0, 2)]
+    [(536870912,), (536870912,), (536870912,), (536870912,)]
+    """
     found: list[Move] = []
 
-    def add(shape: Ints, stride: Ints, offset: int, at: int) -> None:
-        move = make_move(bases, shape, stride, contiguous_stride(shape), offset, 0, size)
+    def add(shape: Ints, offset: int, at: int) -> None:
+        move = make_move(bases, shape, region.stride, contiguous_stride(shape), offset, 0, size)
         if move is not None:
             found.append(evolve(move, dest_at=at))
-        elif shape and prod(shape):
-            for i in range(shape[0]):
-                add(shape[1:], stride[1:], offset + i * stride[0], at + i * prod(shape[1:]) * size)
+        elif prod(shape):
+            cut = next(d for d, n in enumerate(shape) if n > 1)
+            half = shape[cut] // 2
+            before, behind = shape[:cut], shape[cut + 1 :]
+            add((*before, half, *behind), offset, at)
+            offset, at = offset + half * region.stride[cut], at + half * prod(behind) * size
+            add((*before, shape[cut] - half, *behind), offset, at)
 
-    add(region.shape, region.stride, region.offset, program.keys.offset[key])
+    add(region.shape, region.offset, at)
     return found
 
 
