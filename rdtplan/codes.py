@@ -599,4 +599,9 @@ CODES: dict[str, Code] = {
         "would read raw weights as packed ones.",
         "Pass `repair_reload=true` in the init info, which runs the missing step, or use a vLLM without the fault.",
     ),
+    "RDT632": Code(
+        "the update was abandoned",
+        "An update was begun on this worker, and ended without a sync because it could not begin everywhere.",
+        "Read the trainer's error: it names the replica that did not begin.",
+    ),
 }

@@ -34,6 +34,9 @@ def check_recovery(found: dict[str, Any]) -> None:
     """A broken source is named, again and again; the half-written model is never finished."""
     assert found["recovery"]["broken"].startswith("RDT607"), found["recovery"]
     assert found["recovery"]["finish"].startswith("RDT605"), found["recovery"]
+    assert found["recovery"]["start and finish"].startswith("RDT605"), found["recovery"]
+    assert found["recovery"]["start and abandon"].startswith("RDT632"), found["recovery"]
+    assert "replica 1: ConnectionError: nobody listens" in found["recovery"]["a dead replica"], found["recovery"]
     assert found["recovery"]["again"].startswith("RDT607"), found["recovery"]
 
 

@@ -33,6 +33,8 @@ from attrs import evolve
 from safetensors.torch import load_file, save_file
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
+from rdtexec.vllm.clients import ReplicaClient
+
 CORPUS = Path(__file__).parent / "corpus"
 PROMPTS = ([1, 2, 3, 4, 5], [100, 200, 250, 17, 23, 42, 7])
 
@@ -361,6 +363,25 @@ def finish(worker: Any) -> None:
     worker.weight_transfer_engine.finish_weight_update()
 
 
+def start_and(trial: Trial, end: Callable[[], Any]) -> str:
+    """Why an update in which nothing is sent cannot be ended so; vLLM is left without an update."""
+    trial.client.start_weight_update()
+    try:
+        return refusal(end)
+    finally:
+        assert refusal(lambda: trial.client.update_weights({"abandon": True})).startswith(("RDT632", "RuntimeError"))
+
+
+def try_replicas(trial: Trial) -> str:
+    """Two replicas, of which one is dead: the other begins an update and abandons it."""
+
+    class Dead:
+        def start_weight_update(self) -> None:
+            raise ConnectionError("nobody listens")
+
+    return refusal(ReplicaClient([trial.client, Dead()]).start_weight_update)
+
+
 def try_recovery(trial: Trial) -> dict[str, Any]:
     """A trainer whose source fails halfway: both ends say so, the update cannot be finished, and the next one heals."""
     trainer = trial.trainer(transport="local", repair_reload=trial.moe)
@@ -371,6 +392,9 @@ def try_recovery(trial: Trial) -> dict[str, Any]:
     found = {
         "broken": refusal(trainer.send_weights),
         "finish": refusal(lambda: trial.llm.collective_rpc(finish)),
+        "start and finish": start_and(trial, lambda: trial.llm.collective_rpc(finish)),
+        "start and abandon": start_and(trial, lambda: trial.client.update_weights({"abandon": True})),
+        "a dead replica": try_replicas(trial),
         "again": refusal(trainer.send_weights),
     }
     found["mended"] = [trial.sync(trainer, seed) for seed in "BA"]

@@ -43,7 +43,10 @@ class ReplicaClient:
         self._all(lambda _, c: c.start_draft_weight_update())  # type: ignore[attr-defined]
 
     def start_weight_update(self) -> None:
-        """Start everywhere or nowhere: where it began although another replica failed, it is ended again."""
+        """Start everywhere or nowhere: where it began although another replica failed, it is abandoned.
+
+        Not finished: a replica whose last sync failed has nothing that it could serve.
+        """
         started: set[int] = set()
 
         def start(replica: int, client: VLLMWeightSyncClient) -> None:
@@ -55,7 +58,7 @@ class ReplicaClient:
         except TransferError:
             for replica in started:
                 with contextlib.suppress(Exception):  # the first error is the one to be told
-                    self.clients[replica].finish_weight_update()
+                    self.clients[replica].update_weights({"abandon": True})
             raise
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:

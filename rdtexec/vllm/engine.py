@@ -83,6 +83,9 @@ class RdtExecUpdateInfo(WeightTransferUpdateInfo):
 
     sync_idx: int = -1
     """The trainer's number of this sync; -1: the one after the last."""
+    abandon: bool = False
+    """End the update without a sync. The call fails (RDT632): vLLM ends an update that failed, and one that is finished
+    counts as new weights."""
 
 
 class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
@@ -100,6 +103,8 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
     _info: RdtExecInitInfo | None = None
     _synced = False
     """Was a sync done since the update started?"""
+    _mixed = ""
+    """Why the model is partly overwritten, from a sync that failed until the next that succeeds; empty: it is not."""
     last_report: SyncReport | None = None
     """The last sync, as this worker saw it."""
 
@@ -314,7 +319,7 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: RdtExecUpdateInfo) -> None:
-        """Execute one sync; TransferError names what failed.
+        """Execute one sync, or abandon the update; TransferError names what failed, RDT632 says that it was abandoned.
 
         A sync that is refused before anything moved leaves the model serving from the weights it had.
         """
@@ -325,28 +330,37 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
                 code="RDT119",
             )
         consumer, destination = self._active()
+        if update_info.abandon:
+            destination.abandon()
+            raise TransferError(
+                "this update was abandoned by the trainer; nothing was written",
+                fix="nothing here: the trainer says why",
+                code="RDT632",
+            )
         try:
             destination.check()
             self.last_report = consumer.sync(update_info.sync_idx)
-            self._synced = True
+            self._synced, self._mixed = True, ""
         except BaseException:
-            if not consumer.failed:
+            if consumer.failed:
+                self._mixed = consumer.failed
+            else:
                 destination.abandon()
             raise
 
     def finish_weight_update(self) -> None:
         """Leave checkpoint format: every module serves from its kernel tensors again.
 
-        An update in which no sync was done leaves the weights as they were.
-        TransferError RDT605 after a failed sync: finishing it would serve a mixture of old and new weights.
+        An update in which no sync was done leaves the weights as they were. TransferError RDT605 after a failed sync,
+        in whatever update it was: finishing would serve a mixture of old and new weights.
         """
         if self._is_shown:
             return
-        consumer, destination = self._active()
-        if consumer.failed:
+        _, destination = self._active()
+        if self._mixed:
             raise TransferError(
-                f"this update cannot be finished: {consumer.failed}",
-                fix="start another one: it connects anew and writes the whole model",
+                f"this update cannot be finished: {self._mixed}",
+                fix="do a sync, which writes the whole model, or end the update by update_weights with abandon=true",
                 code="RDT605",
             )
         if self._synced:
