@@ -38,6 +38,8 @@ GIVE_UP_S = 30.0
 """How long a failed sync waits for the copies under way: nothing writes to the model after it was reported."""
 GONE_S = 1.0
 """How long a READ that failed waits for the producer's connection to close: a process that dies closes one by one."""
+SETTLE_S = 1.0
+"""How long a failed sync looks after its reads: what has landed writes no more, and the pool can be used again."""
 POLL_S = 0.0005
 """How often transfers under way are looked at while no message comes."""
 
@@ -246,11 +248,21 @@ class Consumer:
                 with contextlib.suppress(RdtError):
                     link.send("failed", sync=number, reason=f"consumer {self._me}: {reason}", waits=run.waits)
                 link.close()
+            self._settle()
             self._observer.failed(number, error)
             raise
         self._syncs += 1
         self._observer.succeeded(report)
         return report
+
+    def _settle(self) -> None:
+        """Look after the transfers of a failed sync until they have landed, or will not in time."""
+        deadline = time.monotonic() + SETTLE_S
+        while any(t.inflight for t in self._transports.values()) and time.monotonic() < deadline:
+            for transport in self._transports.values():
+                with contextlib.suppress(ReadFailed):
+                    transport.poll()
+            time.sleep(POLL_S)
 
     @property
     def failed(self) -> str:

@@ -34,6 +34,7 @@ from rdtexec.destination import Destination
 from rdtexec.plans import load_trainer, load_worker
 from rdtexec.producer import Producer
 from rdtexec.reports import Observer
+from rdtplan.errors import TransferError
 from rdtplan.ir.file import write_plan
 from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.plan import FleetPlan
@@ -474,6 +475,15 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
         for transport in live[0]._transports.values():
             _before(transport, "begin_read", lambda: _kill_and_wait(pid))
 
+    def break_after_read(_: Any) -> None:
+        """Something fails just when a read has begun."""
+
+        def fail() -> None:
+            raise TransferError("this worker broke", code="RDT600")
+
+        for transport in live[0]._transports.values():
+            _after(transport, "begin_read", fail)
+
     def slow_copies(seconds: float) -> None:
         """Every copy out of a producer's memory begins late."""
         transport = live[0]._transports["local"]
@@ -508,6 +518,7 @@ def consumer_main(pipe: Connection, setup: Setup, consumer: int) -> None:
         "strike": lambda strike: strike_consumer(live[0], strike),
         "kill before read": kill_before_read,
         "slow copies": slow_copies,
+        "break after read": break_after_read,
         "transports": lambda _: {rank: live[0].transport_of(rank) for rank in live[0]._uses},
         "usage": usage,
         "log": lambda _: "\n".join(heard.messages),

@@ -150,6 +150,19 @@ def test_a_producer_whose_death_the_network_sees_first(tmp_path: Path) -> None:
         recover(fleet, 2)
 
 
+def test_reads_that_end_after_a_failure_leave_the_pool(tmp_path: Path) -> None:
+    """A sync fails with a read under way, which lands: nothing can write to the pool any more, and it is used again."""
+    with running(ALONE, tmp_path, "nixl", stall_timeout_s=60.0, connect=False) as fleet:
+        pools = fleet.connect()
+        fleet.sync(0)
+        fleet.ask([fleet.workers[0]], "break after read")
+        fleet.begin(1)
+        failed(fleet.endings(fleet.everyone), "this worker broke")
+        assert fleet.connect() == pools
+        fleet.sync(2)
+        assert fleet.wrong(2) == {}
+
+
 # -- somebody stops, and goes on too late ------------------------------------------------------------------------------
 
 

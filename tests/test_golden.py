@@ -33,6 +33,15 @@ def test_a_golden_plan_still_says_what_it_said(name: str) -> None:
     assert verify_fleet(plan) == []
 
 
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_newer_minor_version_reads_it_and_finds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests inside a plan do not hold the version of the format that its reader writes."""
+    for module in [m for n, m in sys.modules.items() if n.startswith("rdtplan.") and hasattr(m, "FORMAT")]:
+        monkeypatch.setattr(module, "FORMAT", "1.9")
+    with PlanFile(GOLDEN / name) as file:
+        assert verify_fleet(file.fleet()) == []
+
+
 def test_every_golden_plan_is_listed() -> None:
     assert sorted(CONTENTS) == sorted(p.name for p in GOLDEN.glob("*.plan"))
     assert any("-experts" in name for name in CONTENTS) and '"length"' in (GOLDEN / "1.0-experts.plan").read_text()

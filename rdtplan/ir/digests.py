@@ -14,10 +14,14 @@ import cattrs
 import orjson
 
 from rdtplan.ir.manifest import Manifest
-from rdtplan.ir.plan import FORMAT, FleetPlan, Program, Routing
+from rdtplan.ir.plan import FleetPlan, Program, Routing
 from rdtplan.ir.serialize import canonical_bytes, make_converter
 from rdtplan.ir.topology import Ownership
 from rdtplan.ir.traces import Parameters
+
+
+PAIR = "1.0"
+"""Version of what a pair digest covers. Not the file's: a newer minor version of that changes no digest of a plan."""
 
 
 def sha256(value: Any) -> str:
@@ -78,7 +82,7 @@ def pair_digests(manifest: Manifest, program: Program, producers: tuple[int, ...
         slices = list(map(regions.__getitem__, keys.region[start:end]))
         rows.setdefault(producer, []).append([chunks.nbytes[chunk], names, dtypes, slices, keys.offset[start:end]])
         start = end
-    return tuple((p, sha256([FORMAT, rows[p]])) for p in sorted(rows))
+    return tuple((p, sha256([PAIR, rows[p]])) for p in sorted(rows))
 
 
 @functools.cache
