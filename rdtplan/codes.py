@@ -399,6 +399,11 @@ CODES: dict[str, Code] = {
         "The plan's format has a major version that this rdtplan does not read.",
         "Use the rdtplan that wrote it, or compile the plan again with this one.",
     ),
+    "RDT409": Code(
+        "no zstandard",
+        "A `.zst` plan is to be read or written, and the package that does it is not installed.",
+        "Install it (`pip install 'rdtplan[zstd]'`), or use the plain plan.",
+    ),
     # -- plan against live model or trainer --------------------------------------------------------------------
     "RDT500": Code(
         "plan does not fit",
@@ -417,18 +422,21 @@ CODES: dict[str, Code] = {
     ),
     "RDT503": Code(
         "other trainer manifest",
-        "The live trainer's names, dtypes or shapes differ from the plan's; the first difference is named.",
-        "Compile the plan from this trainer's manifest.",
+        "The live trainer's names, dtypes or shapes differ from the plan's, or who holds them does: a rank lacks what "
+        "the plan has it serve, or ranks that gather a name together are not its owners. The first difference "
+        "is named.",
+        "Compile the plan from this trainer's manifest, with the owners that it really has.",
     ),
     "RDT504": Code(
         "module outside layerwise reload",
-        "The plan writes a module, or the model needs one, that vLLM does not load through its layerwise reload.",
+        "The plan writes a module that vLLM does not load through its layerwise reload (an attention layer's scales).",
         "Compile from a checkpoint without KV-cache scales.",
     ),
     "RDT505": Code(
-        "trainer ranks hold different plans",
-        "The ranks of one trainer compared the identities of their plans, and one differs.",
-        "Give every rank the same plan file.",
+        "different plans",
+        "The ranks of one trainer compared the identities of their plans, and one differs; or a worker was told the "
+        "digest of another plan than the producers have.",
+        "Give every trainer rank and every worker the same plan.",
     ),
     "RDT516": Code(
         "plan for another platform",
@@ -477,14 +485,17 @@ CODES: dict[str, Code] = {
         _SAME_PLAN,
     ),
     "RDT604": Code(
-        "producer not reached",
-        "A producer that the plan needs has no address, or nobody answers there.",
-        "Start every trainer rank, and give the consumers the address of each.",
+        "trainer rank not reached",
+        "A trainer rank has no address, nobody answers there, or it does not accept the key: a producer that a worker "
+        "needs, or rank 0, which the other trainer ranks and the tracing workers look for.",
+        "Start every trainer rank, give each worker the address of each, and all of them one authkey.",
     ),
     "RDT605": Code(
         "not ready for a sync",
-        "A sync was begun while another runs, or after one that failed.",
-        "Finish the running sync first; after a failure make a new engine and reload the model.",
+        "A sync was begun before there is a connection, while another runs, or after one that failed; or an update is "
+        "to be finished that holds a mixture of old and new weights.",
+        "Init first, and let the running sync end. After a failure inside vLLM start another update: it connects anew "
+        "and its sync writes the whole model. A bare Consumer is made anew.",
     ),
     "RDT606": Code(
         "peer failed",

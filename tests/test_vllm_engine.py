@@ -52,6 +52,9 @@ def check_lifecycle(lifecycle: dict[str, Any]) -> None:
         "wrong key": "RDT604",
         "wrong transport": "RDT608",
         "many wrong values": "RDT111",
+        "many wrong types": "RDT111",
+        "no address": "RDT111",
+        "two ways to a plan": "RDT111",
         "unknown setting": "ValueError",
         "index -2": "RDT609",
         "index as text": "RDT609",
@@ -60,6 +63,10 @@ def check_lifecycle(lifecycle: dict[str, Any]) -> None:
     assert {name: reason.split()[0] for name, reason in lifecycle["refused"].items()} == codes
     for value in ("transport", "producers", "authkey", "stall_timeout_s", "replica_rank", "num_consumers"):
         assert f"{value} " in lifecycle["refused"]["many wrong values"].split("what to do")[0]
+    for value in ("transport", "producers", "authkey", "stall_timeout_s", "num_replicas", "repair_reload", "plan"):
+        assert f"{value} must be " in lifecycle["refused"]["many wrong types"].split("what to do")[0]
+    assert "producers must map" in lifecycle["refused"]["no address"]
+    assert "exclude each other; metrics_port must" in lifecycle["refused"]["two ways to a plan"]
     assert all(lifecycle["unchanged"].values()), lifecycle["unchanged"]
     assert all(lifecycle["works_after"].values()), lifecycle["works_after"]
     assert lifecycle["plan by path"] and lifecycle["plan from the producer"]

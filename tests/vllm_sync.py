@@ -431,6 +431,17 @@ def try_lifecycle(trial: Trial) -> dict[str, Any]:
         "many wrong values": lambda: init(
             transport="pigeon", producers={"x": "y"}, authkey="z", stall_timeout_s=0, replica_rank=3, num_consumers=7
         ),
+        "many wrong types": lambda: init(
+            transport=3,
+            producers=["x"],
+            authkey=None,
+            stall_timeout_s="5",
+            num_replicas=1.5,
+            repair_reload=1,
+            plan=True,
+        ),
+        "no address": lambda: init(producers={"0": ["127.0.0.1"]}),
+        "two ways to a plan": lambda: init(compile_at="/tmp/socket", metrics_port=1 << 16),
         "unknown setting": lambda: init(colour="red"),
         "index -2": lambda: update(-2),
         "index as text": lambda: update("3"),

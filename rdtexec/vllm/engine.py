@@ -9,9 +9,10 @@ anew, as an init with the same information would, because the sync that follows 
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,9 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
             old.close()
 
     def _check(self, info: RdtExecInitInfo) -> None:
-        wrong: list[str] = []
+        mistyped = {f.name: wrong for f in fields(info) if (wrong := _mistyped(f, getattr(info, f.name)))}
+        wrong = list(mistyped.values())
+        info = replace(info, **{name: getattr(_DEFAULTS, name) for name in mistyped})
         if self._redundant_experts() is not None:
             if self.parallel_config.eplb_config.use_async:
                 wrong.append(
@@ -165,16 +168,23 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
             wrong.append(f"checksums must be one of {', '.join(checksum.MODES)}, is {info.checksums!r}")
         if info.compile_at and info.producers:
             wrong.append("producers and compile_at exclude each other")
-        if not (info.producers or info.compile_at) or not all(str(r).isdecimal() for r in info.producers):
+        ranks = all(str(r).isdecimal() and _is_address(a) for r, a in info.producers.items())
+        if not (info.producers or info.compile_at or "producers" in mistyped) or not ranks:
             wrong.append(f"producers must map trainer ranks to addresses, is {info.producers!r}")
+        if info.compile_at and not _is_address(info.compile_at):
+            wrong.append(f"compile_at must be an address, a path or [host, port], is {info.compile_at!r}")
         if info.num_replicas < 1 or not 0 <= info.replica_rank < info.num_replicas:
             wrong.append(f"replica_rank must be 0 to num_replicas - 1, is {info.replica_rank} of {info.num_replicas}")
         expected = info.num_replicas * self._topology(info).workers_per_replica
         if info.num_consumers not in (0, expected):
             wrong.append(f"num_consumers is {info.num_consumers}, the parallel config and num_replicas give {expected}")
         for name in ("stall_timeout_s", "connect_timeout_s"):
-            if getattr(info, name) <= 0:
+            if not 0 < getattr(info, name) < math.inf:
                 wrong.append(f"{name} must be positive, is {getattr(info, name)}")
+        if not 0 <= info.metrics_port < 1 << 16:
+            wrong.append(f"metrics_port must be 0 to 65535, is {info.metrics_port}")
+        if info.data_parallel_size < 0:
+            wrong.append(f"data_parallel_size must be 0 or more, is {info.data_parallel_size}")
         try:
             bytes.fromhex(info.authkey)
         except ValueError:
@@ -380,6 +390,27 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         if self._consumer is not None:
             self._consumer.close()
         self._consumer = self._destination = self._info = None
+
+
+_DEFAULTS = RdtExecInitInfo()
+
+
+def _mistyped(of: Field[Any], value: Any) -> str:
+    """What is wrong with the type of a setting, as JSON gives it; '' when nothing is."""
+    types: dict[Any, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+    wanted = types.get(of.type, (dict,) if of.name == "producers" else (object,))
+    is_bool = isinstance(value, bool) and bool not in wanted and object not in wanted
+    if isinstance(value, wanted) and not is_bool:
+        return ""
+    return f"{of.name} must be {' or '.join(t.__name__ for t in wanted)}, is {value!r}"
+
+
+def _is_address(value: Any) -> bool:
+    """A path, or [host, port] as JSON has it."""
+    if isinstance(value, str):
+        return bool(value)
+    pair = isinstance(value, (list, tuple)) and len(value) == 2
+    return pair and isinstance(value[0], str) and type(value[1]) is int and 0 < value[1] < 1 << 16
 
 
 def _producers(info: RdtExecInitInfo) -> dict[int, Address]:

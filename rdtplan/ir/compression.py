@@ -27,7 +27,7 @@ def _zstandard(path: Path) -> Any:
         raise PlanFormatError(
             f"{path} is compressed, and this environment cannot read or write such a file",
             fix="pip install 'rdtplan[zstd]', or use the plain plan",
-            code="RDT400",
+            code="RDT409",
         ) from None
     return zstandard
 

@@ -19,7 +19,6 @@ from rdtplan.ir.serialize import canonical_bytes, make_converter
 from rdtplan.ir.topology import Ownership
 from rdtplan.ir.traces import Parameters
 
-
 PAIR = "1.0"
 """Version of what a pair digest covers. Not the file's: a newer minor version of that changes no digest of a plan."""
 
