@@ -48,7 +48,11 @@ class GroupSource(Protocol):
         """A sync begins: from now on `gather` gives the weights as they are now."""
 
     def gather(self, names: Sequence[str]) -> Iterable[tuple[str, torch.Tensor]]:
-        """The full tensors of `names`, in that order. They stay unchanged until the group is freed."""
+        """The full tensors of `names`, in that order. They stay unchanged until the group is freed.
+
+        Where it is a collective of several ranks the source says so, with a method `partners` as that of
+        `rdtexec.sources.Source`: after a failure the rest is then gathered too, lest one of them waits for another.
+        """
 
 
 class Producer:
@@ -111,6 +115,8 @@ class Producer:
         """By consumer: whom it waited for when this rank gave up."""
         self._failure: RdtError | None = None
         self._cancelled: tuple[int, RdtError] | None = None
+        self._ungathered: tuple[int, ...] = ()
+        """Groups that the source, once started, has not been asked for; none when nobody knows where it stands."""
         self._progress = time.monotonic()
         self._serve_s = 0.0
         self._closing = False
@@ -141,6 +147,7 @@ class Producer:
         started = time.perf_counter()
         gather_s = publish_s = wait_s = 0.0
         try:
+            self._start_source()
             self._begin(sync, taking_part)
             while True:
                 at = time.perf_counter()
@@ -162,6 +169,8 @@ class Producer:
             self._tell_done(sync, taking_part)
         except BaseException as error:
             self._abort(error, sync, taking_part)
+            if isinstance(error, Exception):
+                self._gather_along()
             explained = self._explained(error, taking_part)
             self._observer.failed(sync, explained)
             if explained is error:
@@ -231,23 +240,27 @@ class Producer:
         """Wait for the consumers of this sync, forget what a failed one left, and open the gate."""
         with self._changed:
             self._await_consumers(sync, live)
+            if self._failure is not None:
+                self._let_go()
             with self._serving:
-                if self._failure is not None:
-                    for transport in self._transports.values():
-                        transport.reset()
-                    self._published.clear()
-                    self._sample.forget()
                 self._failure = None
                 used = {self._uses[c] for c in live if c in self._uses}
                 self._active = tuple(t for name, t in self._transports.items() if name in used)
             self._serve_s = 0.0
             self._waits.clear()
             self._sample.start()
-            self._source.start()
             sharing = [c for c in live if c in self._uses and self._transports[self._uses[c]].share_slots]
             self._state.begin(sync, live, sharing)
             self._note_progress()
         self._kick()
+
+    def _let_go(self) -> None:
+        """Forget what a failed sync has gathered. Holds the lock."""
+        with self._serving:
+            for transport in self._transports.values():
+                transport.reset()
+            self._published.clear()
+            self._sample.forget()
 
     def _await_consumers(self, sync: int, live: tuple[int, ...]) -> None:
         """Every consumer of the sync is connected, or TransferError says which is not and why. Holds the lock."""
@@ -323,8 +336,44 @@ class Producer:
                 self._changed.wait(left)
             self._raise_failure()
 
+    def _start_source(self) -> None:
+        self._ungathered = ()
+        self._source.start()
+        self._ungathered = self.plan.producer.groups
+
+    def _gather_along(self) -> None:
+        """After a failure: gather the rest along with the ranks that gather it together, and keep nothing.
+
+        A rank that left a collective out would hang those that are in it, and pair its next one with theirs. Not after
+        an error of the source itself: nobody knows which collectives it has taken part in.
+        """
+        try:
+            rest = [group for group in self._ungathered if self._is_gathered_together(group)]
+            if rest:
+                with self._changed:  # as in a sync, no more groups than planned are to be in memory
+                    self._state.end()
+                    self._let_go()
+            for group in rest:
+                for _ in self._source.gather([name for _, name, _, _ in self._expected(group)]):
+                    pass
+        except Exception as error:  # the first error is the one to be told
+            LOG.warning("producer %s could not gather the rest of a failed sync: %s", self.plan.producer.rank, error)
+
+    def _is_gathered_together(self, group: int) -> bool:
+        """Is it a collective of this rank and others?"""
+        partners = getattr(self._source, "partners", None)
+        if partners is None:
+            return False
+        return any(set(partners(name)) - {self.plan.producer.rank} for _, name, _, _ in self._expected(group))
+
     def _gather(self, group: int) -> dict[int, torch.Tensor]:
         """Gather one group's own names and hold them to the plan."""
+        rest, self._ungathered = self._ungathered[1:], ()
+        found = self._gathered(group)
+        self._ungathered = rest
+        return found
+
+    def _gathered(self, group: int) -> dict[int, torch.Tensor]:
         wanted = self._expected(group)
         found: dict[int, torch.Tensor] = {}
         where = f"producer {self.plan.producer.rank}, group {self.plan.groups[group].label}"

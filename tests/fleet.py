@@ -163,7 +163,8 @@ class BrokenHooks:
 class Strike:
     """The process raises `signal` against itself at one point of a sync: SIGKILL dies there, SIGSTOP freezes there.
 
-    Consumer: `read`, a chunk was announced and no byte moved; `free`, bytes have landed and the group is not freed.
+    Consumer: `read`, a chunk was announced and no byte moved; `free`, bytes have landed and the group is not freed;
+    `half free`, the first trainer rank was told that the first group is free, and no other was.
     Producer: `serve`, a chunk is packed and not announced; `free`, everything asked for was served, and the first
     signal that a group is free has come.
     """
@@ -186,6 +187,17 @@ def strike_producer(producer: Producer, strike: Strike) -> None:
 def strike_consumer(consumer: Consumer, strike: Strike) -> None:
     if strike.point == "free":
         _before(consumer_module._Sync, "_free", strike)
+    elif strike.point == "half free":
+        free = consumer_module._Sync._free
+
+        def half(sync: Any, group: int) -> None:
+            if group:
+                free(sync, group)
+            else:
+                consumer._links[0].send("free", sync=sync._number, group=group)
+                strike()
+
+        consumer_module._Sync._free = half  # type: ignore[method-assign]
     else:
         for transport in consumer._transports.values():
             _before(transport, "begin_read", strike)

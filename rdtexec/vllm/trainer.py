@@ -389,6 +389,12 @@ class IteratedSource:
         self._pass = source.iter_full() if hasattr(source, "iter_full") else iter(source)
         self._early = {}
 
+    def partners(self, name: str) -> tuple[int, ...]:
+        """All ranks, unless the source says otherwise: of a WeightSource a pass is typically a collective."""
+        if hasattr(self._source, "partners"):
+            return tuple(self._source.partners(name))
+        return tuple(range(torch.distributed.get_world_size())) if _distributed() else ()
+
     def gather(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """`names` in order. What the source yields before its turn is kept until it is asked for."""
         for name in names:
