@@ -116,16 +116,29 @@ class Ranks:
             served = serve(terms)
             self._collect(sync)
             finish()
+            self._check_all_there()  # before anybody is told that it went well
         except BaseException as error:
-            self._tell("over", sync, f"trainer rank 0: {_words(error)}")
+            with contextlib.suppress(RdtError):  # the first error is the one to be told
+                self._tell("over", sync, f"trainer rank 0: {_words(error)}")
             raise
         self._tell("over", sync, "")
         return served
 
     def _tell(self, kind: str, sync: int, error: str, terms: Any = None) -> None:
+        """Tell every rank, those behind one that is gone too; then TransferError about the first that is."""
+        gone: RdtError | None = None
         for link in self._links.values():
-            with contextlib.suppress(*([RdtError] if error else [])):
+            try:
                 link.send(kind, sync=sync, error=error, terms=terms)
+            except RdtError as lost:
+                gone = gone or lost
+        if gone is not None:
+            raise gone
+
+    def _check_all_there(self) -> None:
+        """TransferError about a rank that died while it was rank 0's turn. One that lives has nothing to say then."""
+        for link in self._links.values():
+            link.receive(0)
 
     def _collect(self, sync: int) -> None:
         """The other ranks' results of this sync; those of older ones are dropped."""

@@ -17,7 +17,7 @@ from rdtexec.demo.fleet import Child, children, collect, new_authkey
 from rdtexec.demo.processes import serve_commands
 from rdtexec.ranks import Ranks
 from rdtplan.errors import TransferError
-from tests.fleet import ANSWER_S, _context
+from tests.fleet import ANSWER_S, _context, _kill_and_wait
 
 WORLD = 3
 STALL_S = 3.0
@@ -35,7 +35,10 @@ def rank_main(pipe: Connection, rank: int, authkey: bytes) -> None:
                 if now == phase:
                     if what == "raise":
                         raise ValueError(f"{now} broke on rank {rank}")
-                    os.kill(os.getpid(), getattr(signal, what))
+                    if what.startswith("kill "):
+                        _kill_and_wait(int(what.split()[1]))
+                    else:
+                        os.kill(os.getpid(), getattr(signal, what))
                 return (rank, *terms)
 
             return run
@@ -103,6 +106,15 @@ def test_a_dead_rank_is_named_at_once(rank: int, phase: str, ranks: list[Child])
     for r in found:
         status, text = ranks[int(r[-1])].pipe.recv()
         assert status == "error" and f"trainer rank {rank} is gone" in text, text
+
+
+def test_a_rank_that_dies_before_the_last_word_is_named_on_all(ranks: list[Child]) -> None:
+    """It has done its part, and rank 0 is at the workers' answer: the rank behind it is told too."""
+    works(ranks, 0)
+    found = sync(ranks, 1, 0, "finish", f"kill {ranks[1].process.pid}")
+    assert found.pop("rank 1")[0] == "dead"
+    for status, text in found.values():
+        assert status == "error" and "trainer rank 1 is gone" in text, text
 
 
 @pytest.mark.parametrize(("rank", "phase"), [(0, "ready"), (1, "serve"), (0, "finish")])
