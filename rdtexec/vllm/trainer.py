@@ -112,7 +112,6 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         self._producer = producer
         self._ranks = ranks
         self._payload = payload
-        self._syncs = 0
         self.last_report: ProducerReport | None = None
         """The last sync, as this rank saw it."""
 
@@ -208,15 +207,12 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         they serve from the new weights and this rank's memory is free again. TransferError, on every rank, when that
         did not happen on any of them; another sync can be tried then.
         """
-        number = self._syncs
-        self._syncs += 1
         try:
             self.last_report = self._ranks.together(
-                number,
                 ready=lambda: self._start(live_consumer_ids),
-                serve=lambda of_rank_0: self._serve(number, live_consumer_ids, of_rank_0),
+                serve=lambda number: self._serve(number, live_consumer_ids),
                 finish=lambda: self._finish(weight_version),
-                terms=_sorted(live_consumer_ids),
+                terms={"live_consumer_ids": None if live_consumer_ids is None else sorted(set(live_consumer_ids))},
             )
         except BaseException:
             self._producer.forget_payload()  # a retry sends the same on purpose
@@ -229,11 +225,8 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
             self.client.limit_to(plan.consumer_ids if live is None else live, plan.topology.workers_per_replica)
         self.client.start_weight_update()
 
-    def _serve(self, number: int, live: Collection[int] | None, of_rank_0: list[int] | None) -> ProducerReport:
+    def _serve(self, number: int, live: Collection[int] | None) -> ProducerReport:
         """This rank's part; rank 0 also has the workers pull, in a thread."""
-        if _sorted(live) != of_rank_0:  # said by way of the producer, so that the workers hear of it at once
-            who = f"trainer rank {self._info.rank} was given live_consumer_ids {_sorted(live)}, rank 0 {of_rank_0}"
-            self._producer.cancel(number, f"{who}: give every rank the same")
         if not self.is_sender:
             return self._producer.sync(number, live)
         failures: list[BaseException] = []
@@ -297,10 +290,6 @@ def show_draft_model(client: Any) -> None:
         )
     client.start_draft_weight_update()
     client.finish_weight_update()
-
-
-def _sorted(live: Collection[int] | None) -> list[int] | None:
-    return None if live is None else sorted(set(live))
 
 
 def _check_settings(info: RdtExecTrainerInitInfo, plan: TrainerPlan) -> None:
