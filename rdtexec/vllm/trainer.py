@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import tempfile
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
+from rdtexec.calls import Call
 from rdtexec.control import Address
 from rdtexec.plans import TrainerPlan, check_live_manifest, load_trainer
 from rdtexec.producer import GroupSource, Producer
 from rdtexec.ranks import Ranks
 from rdtexec.reports import Observer, ProducerReport
 from rdtexec.transport import SETTINGS
-from rdtexec.vllm.clients import ReplicaClient
+from rdtexec.vllm.clients import ReplicaClient, call_within
 from rdtplan.errors import InputError, PlanMismatch, RdtError, TransferError
 from rdtplan.inputs.manifests import from_weight_source
 from rdtplan.ir.file import encode, write_plan
@@ -134,7 +134,8 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         _check_gives_full_tensors(source)
         authkey = _from_rank_0(secrets.token_bytes(32))
         if init_info.plan:
-            connect = client.init_weight_transfer_engine
+            patience = init_info.connect_timeout_s + init_info.stall_timeout_s
+            connect = lambda payload: call_within(patience, client, "init_weight_transfer_engine", payload)  # noqa: E731
             return cls._init_with_plan(init_info, init_info.plan, authkey, client, source, connect)
         with _plan_of_live_fleet(init_info, authkey, client, source) as (path, connect):
             return cls._init_with_plan(init_info, path, authkey, client, source, connect)
@@ -185,7 +186,7 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
             payload = _worker_payload(init_info, plan, authkey, {member[0]: member[2] for member in everyone})
             if init_info.is_sender:
                 if writes_draft_model(plan):
-                    show_draft_model(client)
+                    show_draft_model(client, init_info.stall_timeout_s)
                 connect(payload)
             undo.pop_all()
         return cls(init_info, client, source, producer, ranks, payload)
@@ -223,49 +224,35 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         self._producer.taking_part(live)  # before a worker has begun an update that nobody would serve
         if isinstance(self.client, ReplicaClient):
             self.client.limit_to(plan.consumer_ids if live is None else live, plan.topology.workers_per_replica)
-        self.client.start_weight_update()
+        call_within(self._info.stall_timeout_s, self.client, "start_weight_update")
 
     def _serve(self, number: int, live: Collection[int] | None) -> ProducerReport:
         """This rank's part; rank 0 also has the workers pull, in a thread."""
         if not self.is_sender:
             return self._producer.sync(number, live)
-        failures: list[BaseException] = []
-
-        def update() -> None:
-            try:
-                self.client.update_weights({"sync_idx": number})
-            except BaseException as error:
-                failures.append(error)
-                self._producer.cancel(number, f"update_weights failed: {error}")
-
-        updating = threading.Thread(target=update, name="rdtexec-update", daemon=True)
-        updating.start()
+        updating = Call(
+            "update_weights",
+            lambda: self.client.update_weights({"sync_idx": number}),
+            failed=lambda error: self._producer.cancel(number, f"update_weights failed: {error}"),
+        )
         try:
             report = self._producer.sync(number, live)
         except Exception as error:  # whatever it was, the call must not run into the next sync
-            updating.join(self._info.stall_timeout_s)
-            if failures:
-                error.add_note(f"update_weights ended with {type(failures[0]).__name__}: {failures[0]}")
+            updating.ended(self._info.stall_timeout_s)
+            if updating.error is not None:
+                error.add_note(f"update_weights ended with {type(updating.error).__name__}: {updating.error}")
             raise
-        updating.join(self._info.stall_timeout_s)
-        if failures:
-            raise TransferError(
-                f"sync {number} failed on the inference side: {failures[0]}", code="RDT606"
-            ) from failures[0]
-        if updating.is_alive():
-            raise TransferError(
-                f"sync {number}: the workers took everything, but update_weights did not return within "
-                f"{self._info.stall_timeout_s:.0f} s",
-                fix="look at the inference server",
-                code="RDT602",
-            )
+        try:
+            updating.result(self._info.stall_timeout_s)
+        except BaseException as error:
+            if updating.error is None:  # it hangs, though the workers took everything
+                raise
+            raise TransferError(f"sync {number} failed on the inference side: {error}", code="RDT606") from error
         return report
 
     def _finish(self, weight_version: str | None) -> None:
-        if weight_version is None:
-            self.client.finish_weight_update()
-        else:
-            self.client.finish_weight_update(weight_version)
+        given = () if weight_version is None else (weight_version,)
+        call_within(self._info.stall_timeout_s, self.client, "finish_weight_update", *given)
 
     def shutdown(self) -> None:
         """Stop serving."""
@@ -279,8 +266,11 @@ def writes_draft_model(plan: TrainerPlan) -> bool:
     return any(name.startswith(DRAFT) for program in programs.values() for name in program.parameters.names)
 
 
-def show_draft_model(client: Any) -> None:
-    """Have vLLM hand the draft model to every worker; InputError RDT111 for a client that cannot ask for it."""
+def show_draft_model(client: Any, timeout_s: float) -> None:
+    """Have vLLM hand the draft model to every worker; InputError RDT111 for a client that cannot ask for it.
+
+    TransferError RDT602 when one of the two calls takes longer than `timeout_s` seconds.
+    """
     if not hasattr(client, "start_draft_weight_update"):
         raise InputError(
             f"the plan writes a draft model, and client {type(client).__name__} has no start_draft_weight_update",
@@ -288,8 +278,8 @@ def show_draft_model(client: Any) -> None:
             "--speculative-config",
             code="RDT111",
         )
-    client.start_draft_weight_update()
-    client.finish_weight_update()
+    call_within(timeout_s, client, "start_draft_weight_update")
+    call_within(timeout_s, client, "finish_weight_update")
 
 
 def _check_settings(info: RdtExecTrainerInitInfo, plan: TrainerPlan) -> None:
