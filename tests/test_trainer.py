@@ -10,7 +10,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,6 +223,52 @@ def works(trainers: Ranks, step: int) -> None:
     ask(trainers[0], "reconnect")
     assert both(trainers, "send", (step, None, set())) == [("ok", None)] * 2
     assert ask(trainers[0], "wrong", step) == []
+
+
+# -- init --------------------------------------------------------------------------------------------------------------
+
+NOWHERE = "/nonexistent/fleet.plan"
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "no such plan": ({"plan": NOWHERE}, "RDT401"),
+    "no plan on one rank alone": ({"plan": ""}, "RDT111"),
+    "no source": ({"source": None}, "RDT111"),
+    "wrong transport": ({"transport": "pigeon"}, "RDT111"),
+    "a setting that is not the plan's": ({"gather_lookahead": 9}, "RDT111"),
+    "statistics in a file": ({"stats_dir": "/dev/null"}, "RDT112"),
+    "a weight that is not held": ({"without": "model.norm.weight"}, "RDT503"),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("case", BROKEN)
+def test_an_init_that_fails_on_one_rank_fails_on_both(case: str, rank: int, ranks: Ranks) -> None:
+    """With one error, which names the rank, and nothing is left on either."""
+    settings, code = BROKEN[case]
+    before = both(ranks, "left", None)
+    answers = both(ranks, "init", *[settings if r == rank else {} for r in range(2)])
+    for status, text in answers:
+        assert status == "error" and text.startswith(code) and f"trainer rank {rank}" in text, answers
+    assert both(ranks, "left", None) == before
+
+
+def test_an_address_that_is_taken_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    with Listener(("127.0.0.1", 0)) as taken:
+        before = both(ranks, "left", None)
+        for status, text in both(ranks, "init", {}, {"address": taken.address}):
+            assert status == "error" and text.startswith("RDT115: trainer rank 1: cannot listen at"), text
+        assert both(ranks, "left", None) == before
+
+
+def test_workers_that_refuse_fail_every_rank(ranks: Ranks) -> None:
+    """Rank 0 alone speaks with them."""
+    before = both(ranks, "left", None)
+    for status, text in both(ranks, "init", {"refuses": True}):
+        assert status == "error" and "trainer rank 0: ConnectionError: the server refused" in text, text
+    assert both(ranks, "left", None) == before
+
+
+def test_an_init_after_all_of_that_works(trainers: Ranks) -> None:
+    works(trainers, 1)
 
 
 # -- syncs -------------------------------------------------------------------------------------------------------------
