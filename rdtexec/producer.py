@@ -120,11 +120,15 @@ class Producer:
         self._progress = time.monotonic()
         self._serve_s = 0.0
         self._closing = False
-        self._waker, self._wake = Pipe(duplex=False)
-        if len(self._allowed) == 1:  # what cannot work is said here and not to the first consumer
-            self._transport(self._allowed[0])
-        self._listener = listen(address)
+        self._listener = listen(address)  # before anything is allocated: the address may be taken
         self.address: Address = self._listener.address
+        try:
+            if len(self._allowed) == 1:  # what cannot work is said here and not to the first consumer
+                self._transport(self._allowed[0])
+        except BaseException:
+            self._listener.close()
+            raise
+        self._waker, self._wake = Pipe(duplex=False)
         accepting = (self._listener, authkey, self._meet, lambda: self._closing)
         self._threads = [
             threading.Thread(target=welcome_forever, args=accepting, name="rdtexec-accept", daemon=True),
