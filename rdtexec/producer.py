@@ -115,6 +115,8 @@ class Producer:
         """By consumer: whom it waited for when this rank gave up."""
         self._failure: RdtError | None = None
         self._cancelled: tuple[int, RdtError] | None = None
+        self._never_began = -1
+        """The last sync that failed before it began: word of other failures of it may still come."""
         self._ungathered: tuple[int, ...] = ()
         """Groups that the source, once started, has not been asked for; none when nobody knows where it stands."""
         self._progress = time.monotonic()
@@ -243,7 +245,11 @@ class Producer:
     def _begin(self, sync: int, live: tuple[int, ...]) -> None:
         """Wait for the consumers of this sync, forget what a failed one left, and open the gate."""
         with self._changed:
-            self._await_consumers(sync, live)
+            try:
+                self._await_consumers(sync, live)
+            except TransferError:
+                self._never_began = sync
+                raise
             if self._failure is not None:
                 self._let_go()
             with self._serving:
@@ -516,8 +522,9 @@ class Producer:
                 self._state.complete(cid, _int(link, message, "sync"))
                 self._note_progress()
         elif kind == "failed":
-            if _int(link, message, "sync") > self._state.sync:  # it has failed already, here it has not begun
-                self.cancel(message["sync"], str(message.get("reason")))
+            failed = _int(link, message, "sync")
+            if failed > max(self._state.sync, self._never_began):  # it has failed already, here it has not begun
+                self.cancel(failed, str(message.get("reason")))
             with self._changed:
                 self._waits[cid] = str(message.get("waits") or "")
             raise TransferError(str(message.get("reason")), code="RDT606")

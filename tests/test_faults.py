@@ -400,6 +400,25 @@ def test_missing_signals_are_named_at_the_deadline(case: str, hostile: Hostile, 
     still_works(hostile, 2)
 
 
+def test_late_word_of_a_sync_that_never_began_does_not_fail_its_retry(hostile: Hostile) -> None:
+    """A number may be used again: what a consumer says about the attempt before is not about this one."""
+
+    def fail(words: str) -> None:
+        """Say that sync 0 has failed, and wait until the producer has heard it: it hangs up."""
+        link = hostile.link
+        link.send("failed", sync=0, reason=words)
+        with pytest.raises(TransferError, match="RDT601"):
+            while True:
+                link.receive(60.0)
+        hostile.link = hostile.connect()
+
+    fail("the first word")
+    endings = endings_of(hostile, 0, lambda: None)
+    failed(endings, "the first word")
+    fail("the second word")
+    recover(hostile.fleet, 0)
+
+
 FIELDS: dict[str, Callable[[Hostile], None]] = {
     "unknown kind 'gimme'": lambda h: h.link.send("gimme", sync=0),
     "sent something that is no message": lambda h: h.link.connection.send_bytes(b"\x00\xffnonsense"),
