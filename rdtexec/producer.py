@@ -166,6 +166,7 @@ class Producer:
                 gather_s += time.perf_counter() - at
                 at = time.perf_counter()
                 self._publish(group, tensors)
+                del tensors  # or the next gather would run beside one group more than the plan counts
                 publish_s += time.perf_counter() - at
             at = time.perf_counter()
             self._wait(lambda: self._state.finished, "the last groups to be freed and the models to be complete")

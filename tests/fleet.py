@@ -17,6 +17,7 @@ import socket
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -122,6 +123,9 @@ class RandomSource:
         self.manifest, self.faults = manifest, faults
         self.sync = 0
         self.gathered = 0
+        self.most_alive = 0
+        """Most tensors given out before a gather that still lived when it began."""
+        self._given: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     def start(self) -> None:
         return None
@@ -129,6 +133,7 @@ class RandomSource:
     def gather(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         kind = self.faults.kind if self.faults and self.faults.sync == self.sync else ""
         self.gathered += 1
+        self.most_alive = max(self.most_alive, len(self._given))
         if kind == "raise" and self.gathered > 1:
             raise ValueError("the trainer's gather broke")
         if kind == "slow" and self.gathered > 1:
@@ -144,6 +149,7 @@ class RandomSource:
                 tensor = tensor.reshape(1, *tensor.shape)
             if kind == "dtype":
                 tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+            self._given.add(tensor)
             yield name, None if kind == "nothing" else tensor  # type: ignore[misc]
         if kind == "extra":
             yield "model.surprise.weight", torch.zeros(1)
@@ -404,6 +410,7 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
         "sync": sync,
         "mend": mend,
         "linger": linger,
+        "most alive": lambda _: sources[0].most_alive,
         "strike": lambda strike: strike_producer(live[0], strike),
         "corrupt": corrupt,
         "hold connections": _hold_connections,
