@@ -173,8 +173,8 @@ class Ranks:
     def _has_said(self, link: Link, sync: int, kind: str) -> bool:
         gave_up = ""
         while (message := link.receive(0)) is not None:
-            if message["kind"] == "come":
-                gave_up = gave_up if kind != "here" else ""  # it may come again before a sync, not in it
+            if message["kind"] == "come":  # it may come again before a sync, not in it
+                gave_up = "" if kind == "here" else gave_up or "it has called send_weights anew"
             elif message["kind"] == "left" and message["sync"] in (sync, None):
                 gave_up = message["reason"]
             elif message["kind"] == kind and message["sync"] == sync:
@@ -192,7 +192,7 @@ class Ranks:
         first.send("come")
         go = self._await_go()
         sync = go["sync"]
-        first.send("here", sync=sync, error=_difference(self._rank, terms, go["terms"]))
+        first.send("here", sync=sync, error=_difference(terms, go["terms"]))
         self._await(sync, "serve")
         try:
             served = serve(sync)
@@ -284,7 +284,7 @@ def _failed(over: Message) -> TransferError:
     return TransferError(f"sync {over['sync']} failed on {over['error']}", code="RDT606")
 
 
-def _difference(rank: int, mine: Mapping[str, Any], of_rank_0: Mapping[str, Any]) -> str:
+def _difference(mine: Mapping[str, Any], of_rank_0: Mapping[str, Any]) -> str:
     """What this rank was given otherwise, in words; empty when nothing."""
     for name, value in mine.items():
         if value != of_rank_0.get(name):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Listener
@@ -22,6 +23,7 @@ from rdtexec.consumer import Consumer
 from rdtexec.demo.fleet import Child, children
 from rdtexec.demo.processes import serve_commands
 from rdtexec.destination import Destination
+from rdtexec.live_compile import Standing, trace_for_fleet
 from rdtexec.plans import load_worker
 from rdtexec.sources import Source
 from rdtexec.sources.base import ParamMeta
@@ -31,6 +33,7 @@ from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.topology import InferenceTopology
 from tests.fleet import _context, _raw, destination_model, expected_parameters, full_tensor
 from tests.plans import Scenario, Sizes, make_plan
+from tests.test_live_compile import honest, standings
 
 SCENARIO = Scenario(Sizes(layers=2, dense_layers=1), InferenceTopology(tensor_parallel=2), trainer_ranks=2)
 STALL_S = 3.0
@@ -69,15 +72,27 @@ class Client:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         if self.refuses:
             raise ConnectionError("the server refused")
-        self.init_info = init_info
         self.close()
+        authkey = bytes.fromhex(init_info["authkey"])
+        if "compile_at" in init_info:
+            init_info = init_info | {"producers": self._trace(init_info["compile_at"], authkey)}
+        self.init_info = {name: value for name, value in init_info.items() if name != "compile_at"}
         producers = {int(rank): address for rank, address in init_info["producers"].items()}
         for plan, model in zip(self.plans, self.models, strict=True):
             destination = Destination(model, plan.consumer.program)
-            authkey = bytes.fromhex(init_info["authkey"])
             self.consumers.append(
                 Consumer(plan, destination, "local", producers, authkey=authkey, stall_timeout_s=STALL_S)
             )
+
+    def _trace(self, address: Any, authkey: bytes) -> dict[str, Any]:
+        """What workers do without a plan file: hand in their traces; the addresses of the producers."""
+
+        def one(standing: Standing) -> dict[str, Any]:
+            patience = {"connect_timeout_s": ANSWER_S, "stall_timeout_s": ANSWER_S}
+            return trace_for_fleet(address, standing, honest(SCENARIO, standing), authkey=authkey, **patience)
+
+        with ThreadPoolExecutor(len(self.plans)) as threads:
+            return next(iter(threads.map(one, standings(SCENARIO.topology))))
 
     def start_weight_update(self) -> None:
         self._maybe("start_weight_update")
@@ -158,9 +173,14 @@ def rank_main(pipe: Connection, rank: int, path: str, store: str) -> None:
         live[0].send_weights(only)
 
     def left(_: Any) -> tuple[list[str], int]:
-        """Threads of ours, and sockets and other descriptors."""
+        """Threads of ours, once those that are ending have ended, and the number of descriptors."""
+        deadline = time.monotonic() + STALL_S
+        while (ours := [t.name for t in threading.enumerate() if t.name.startswith("rdtexec")]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.01)
         gc.collect()
-        return [t.name for t in threading.enumerate() if t.name.startswith("rdtexec")], len(os.listdir("/proc/self/fd"))
+        return ours, len(os.listdir("/proc/self/fd"))
 
     handlers: dict[str, Callable[[Any], Any]] = {
         "init": init,
@@ -169,6 +189,7 @@ def rank_main(pipe: Connection, rank: int, path: str, store: str) -> None:
         "reconnect": lambda _: client.init_weight_transfer_engine(client.init_info),
         "wrong": client.wrong,
         "silent replica": silent_replica,
+        "hang up": lambda _: client.close(),
         "shutdown": lambda _: live.pop().shutdown(),
     }
     serve_commands(pipe, handlers)
@@ -264,6 +285,19 @@ def test_workers_that_refuse_fail_every_rank(ranks: Ranks) -> None:
     before = both(ranks, "left", None)
     for status, text in both(ranks, "init", {"refuses": True}):
         assert status == "error" and "trainer rank 0: ConnectionError: the server refused" in text, text
+    assert both(ranks, "left", None) == before
+
+
+def test_a_plan_that_is_compiled_at_init(ranks: Ranks) -> None:
+    """Rank 0 hands it to the other; when that one cannot serve it, workers and both ranks end."""
+    before = both(ranks, "left", None)
+    with Listener(("127.0.0.1", 0)) as taken:
+        for status, text in both(ranks, "init", {"plan": ""}, {"plan": "", "address": taken.address}):
+            assert status == "error" and text.startswith("RDT115: trainer rank 1: cannot listen at"), text
+    assert both(ranks, "init", {"plan": ""}) == [("ok", None)] * 2
+    works(ranks, 1)
+    assert both(ranks, "shutdown", None) == [("ok", None)] * 2
+    ask(ranks[0], "hang up")
     assert both(ranks, "left", None) == before
 
 

@@ -558,8 +558,8 @@ def _on_every_rank(rank: int, act: Callable[[], _T]) -> list[_T]:
         if not _distributed() or torch.distributed.get_world_size() == 1:
             raise
         cause = error
-        known = isinstance(error, RdtError)
-        mine = error if known else TransferError(f"{type(error).__name__}: {error}", code="RDT606")
+        words = f"{type(error).__name__}: {error}"
+        mine = error if isinstance(error, RdtError) else TransferError(words, code="RDT606")
     everyone = _gathered((rank, mine))
     if cause is not None and not isinstance(cause, Exception):
         raise cause
