@@ -24,6 +24,7 @@ import cattrs
 import orjson
 from attrs import define, frozen
 
+from rdtexec.calls import Call
 from rdtexec.control import (
     Address,
     Link,
@@ -175,25 +176,16 @@ def compiled_live(
     owners = resolve_owners(entries, None, trainer_ranks)
     pieces = resolve_pieces(entries, None, trainer_ranks)
     exchange = Exchange(manifest, authkey=authkey, where=where)
-    failures: list[BaseException] = []
-
-    def call_and_note() -> None:
-        try:
-            call(exchange.address)
-        except BaseException as error:
-            failures.append(error)
-            exchange.inference_failed(error)
-
-    calling = threading.Thread(target=call_and_note, name="rdtexec-init", daemon=True)
+    calling: Call | None = None
 
     def connect(producers: Mapping[str, Any]) -> None:
         exchange.answer(producers)
-        calling.join()
-        if failures:
-            raise failures[0]
+        assert calling is not None
+        calling.result(timeout_s)
 
     try:
-        calling.start()
+        what = "init_weight_transfer_engine"
+        calling = Call(what, lambda: call(exchange.address), failed=exchange.inference_failed)
         found = exchange.traces(timeout_s)
         fleet = Fleet(topology=found.topology, trainer_ranks=trainer_ranks, settings=settings, waivers=waivers)
         traces, trace_of = distinct_traces(found.traces)
@@ -209,7 +201,8 @@ def compiled_live(
         )
     except BaseException as error:
         exchange.refuse(error)
-        calling.join(GOODBYE_S)
+        if calling is not None:
+            calling.ended(GOODBYE_S)
         raise
     finally:
         exchange.close()

@@ -48,7 +48,11 @@ class GroupSource(Protocol):
         """A sync begins: from now on `gather` gives the weights as they are now."""
 
     def gather(self, names: Sequence[str]) -> Iterable[tuple[str, torch.Tensor]]:
-        """The full tensors of `names`, in that order. They stay unchanged until the group is freed."""
+        """The full tensors of `names`, in that order. They stay unchanged until the group is freed.
+
+        Where it is a collective of several ranks the source says so, with a method `partners` as that of
+        `rdtexec.sources.Source`: after a failure the rest is then gathered too, lest one of them waits for another.
+        """
 
 
 class Producer:
@@ -111,14 +115,22 @@ class Producer:
         """By consumer: whom it waited for when this rank gave up."""
         self._failure: RdtError | None = None
         self._cancelled: tuple[int, RdtError] | None = None
+        self._never_began = -1
+        """The last sync that failed before it began: word of other failures of it may still come."""
+        self._ungathered: tuple[int, ...] = ()
+        """Groups that the source, once started, has not been asked for; none when nobody knows where it stands."""
         self._progress = time.monotonic()
         self._serve_s = 0.0
         self._closing = False
-        self._waker, self._wake = Pipe(duplex=False)
-        if len(self._allowed) == 1:  # what cannot work is said here and not to the first consumer
-            self._transport(self._allowed[0])
-        self._listener = listen(address)
+        self._listener = listen(address)  # before anything is allocated: the address may be taken
         self.address: Address = self._listener.address
+        try:
+            if len(self._allowed) == 1:  # what cannot work is said here and not to the first consumer
+                self._transport(self._allowed[0])
+        except BaseException:
+            self._listener.close()
+            raise
+        self._waker, self._wake = Pipe(duplex=False)
         accepting = (self._listener, authkey, self._meet, lambda: self._closing)
         self._threads = [
             threading.Thread(target=welcome_forever, args=accepting, name="rdtexec-accept", daemon=True),
@@ -141,6 +153,7 @@ class Producer:
         started = time.perf_counter()
         gather_s = publish_s = wait_s = 0.0
         try:
+            self._start_source()
             self._begin(sync, taking_part)
             while True:
                 at = time.perf_counter()
@@ -153,6 +166,7 @@ class Producer:
                 gather_s += time.perf_counter() - at
                 at = time.perf_counter()
                 self._publish(group, tensors)
+                del tensors  # or the next gather would run beside one group more than the plan counts
                 publish_s += time.perf_counter() - at
             at = time.perf_counter()
             self._wait(lambda: self._state.finished, "the last groups to be freed and the models to be complete")
@@ -162,6 +176,8 @@ class Producer:
             self._tell_done(sync, taking_part)
         except BaseException as error:
             self._abort(error, sync, taking_part)
+            if isinstance(error, Exception):
+                self._gather_along()
             explained = self._explained(error, taking_part)
             self._observer.failed(sync, explained)
             if explained is error:
@@ -230,24 +246,32 @@ class Producer:
     def _begin(self, sync: int, live: tuple[int, ...]) -> None:
         """Wait for the consumers of this sync, forget what a failed one left, and open the gate."""
         with self._changed:
-            self._await_consumers(sync, live)
+            try:
+                self._await_consumers(sync, live)
+            except TransferError:
+                self._never_began = sync
+                raise
+            if self._failure is not None:
+                self._let_go()
             with self._serving:
-                if self._failure is not None:
-                    for transport in self._transports.values():
-                        transport.reset()
-                    self._published.clear()
-                    self._sample.forget()
                 self._failure = None
                 used = {self._uses[c] for c in live if c in self._uses}
                 self._active = tuple(t for name, t in self._transports.items() if name in used)
             self._serve_s = 0.0
             self._waits.clear()
             self._sample.start()
-            self._source.start()
             sharing = [c for c in live if c in self._uses and self._transports[self._uses[c]].share_slots]
             self._state.begin(sync, live, sharing)
             self._note_progress()
         self._kick()
+
+    def _let_go(self) -> None:
+        """Forget what a failed sync has gathered. Holds the lock."""
+        with self._serving:
+            for transport in self._transports.values():
+                transport.reset()
+            self._published.clear()
+            self._sample.forget()
 
     def _await_consumers(self, sync: int, live: tuple[int, ...]) -> None:
         """Every consumer of the sync is connected, or TransferError says which is not and why. Holds the lock."""
@@ -323,8 +347,44 @@ class Producer:
                 self._changed.wait(left)
             self._raise_failure()
 
+    def _start_source(self) -> None:
+        self._ungathered = ()
+        self._source.start()
+        self._ungathered = self.plan.producer.groups
+
+    def _gather_along(self) -> None:
+        """After a failure: gather the rest along with the ranks that gather it together, and keep nothing.
+
+        A rank that left a collective out would hang those that are in it, and pair its next one with theirs. Not after
+        an error of the source itself: nobody knows which collectives it has taken part in.
+        """
+        try:
+            rest = [group for group in self._ungathered if self._is_gathered_together(group)]
+            if rest:
+                with self._changed:  # as in a sync, no more groups than planned are to be in memory
+                    self._state.end()
+                    self._let_go()
+            for group in rest:
+                for _ in self._source.gather([name for _, name, _, _ in self._expected(group)]):
+                    pass
+        except Exception as error:  # the first error is the one to be told
+            LOG.warning("producer %s could not gather the rest of a failed sync: %s", self.plan.producer.rank, error)
+
+    def _is_gathered_together(self, group: int) -> bool:
+        """Is it a collective of this rank and others?"""
+        partners = getattr(self._source, "partners", None)
+        if partners is None:
+            return False
+        return any(set(partners(name)) - {self.plan.producer.rank} for _, name, _, _ in self._expected(group))
+
     def _gather(self, group: int) -> dict[int, torch.Tensor]:
         """Gather one group's own names and hold them to the plan."""
+        rest, self._ungathered = self._ungathered[1:], ()
+        found = self._gathered(group)
+        self._ungathered = rest
+        return found
+
+    def _gathered(self, group: int) -> dict[int, torch.Tensor]:
         wanted = self._expected(group)
         found: dict[int, torch.Tensor] = {}
         where = f"producer {self.plan.producer.rank}, group {self.plan.groups[group].label}"
@@ -463,8 +523,9 @@ class Producer:
                 self._state.complete(cid, _int(link, message, "sync"))
                 self._note_progress()
         elif kind == "failed":
-            if _int(link, message, "sync") > self._state.sync:  # it has failed already, here it has not begun
-                self.cancel(message["sync"], str(message.get("reason")))
+            failed = _int(link, message, "sync")
+            if failed > max(self._state.sync, self._never_began):  # it has failed already, here it has not begun
+                self.cancel(failed, str(message.get("reason")))
             with self._changed:
                 self._waits[cid] = str(message.get("waits") or "")
             raise TransferError(str(message.get("reason")), code="RDT606")

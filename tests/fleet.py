@@ -17,6 +17,7 @@ import socket
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -124,6 +125,9 @@ class RandomSource:
         self.manifest, self.faults = manifest, faults
         self.sync = 0
         self.gathered = 0
+        self.most_alive = 0
+        """Most tensors given out before a gather that still lived when it began."""
+        self._given: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     def start(self) -> None:
         return None
@@ -131,6 +135,7 @@ class RandomSource:
     def gather(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         kind = self.faults.kind if self.faults and self.faults.sync == self.sync else ""
         self.gathered += 1
+        self.most_alive = max(self.most_alive, len(self._given))
         if kind == "raise" and self.gathered > 1:
             raise ValueError("the trainer's gather broke")
         if kind == "slow" and self.gathered > 1:
@@ -146,6 +151,7 @@ class RandomSource:
                 tensor = tensor.reshape(1, *tensor.shape)
             if kind == "dtype":
                 tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+            self._given.add(tensor)
             yield name, None if kind == "nothing" else tensor  # type: ignore[misc]
         if kind == "extra":
             yield "model.surprise.weight", torch.zeros(1)
@@ -165,7 +171,8 @@ class BrokenHooks:
 class Strike:
     """The process raises `signal` against itself at one point of a sync: SIGKILL dies there, SIGSTOP freezes there.
 
-    Consumer: `read`, a chunk was announced and no byte moved; `free`, bytes have landed and the group is not freed.
+    Consumer: `read`, a chunk was announced and no byte moved; `free`, bytes have landed and the group is not freed;
+    `half free`, the first trainer rank was told that the first group is free, and no other was.
     Producer: `serve`, a chunk is packed and not announced; `free`, everything asked for was served, and the first
     signal that a group is free has come.
     """
@@ -188,6 +195,17 @@ def strike_producer(producer: Producer, strike: Strike) -> None:
 def strike_consumer(consumer: Consumer, strike: Strike) -> None:
     if strike.point == "free":
         _before(consumer_module._Sync, "_free", strike)
+    elif strike.point == "half free":
+        free = consumer_module._Sync._free
+
+        def half(sync: Any, group: int) -> None:
+            if group:
+                free(sync, group)
+            else:
+                consumer._links[0].send("free", sync=sync._number, group=group)
+                strike()
+
+        consumer_module._Sync._free = half  # type: ignore[method-assign]
     else:
         for transport in consumer._transports.values():
             _before(transport, "begin_read", strike)
@@ -396,6 +414,7 @@ def producer_main(pipe: Connection, setup: Setup, rank: int) -> None:
         "sync": sync,
         "mend": mend,
         "linger": linger,
+        "most alive": lambda _: sources[0].most_alive,
         "strike": lambda strike: strike_producer(live[0], strike),
         "corrupt": corrupt,
         "hold connections": _hold_connections,

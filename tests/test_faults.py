@@ -28,7 +28,7 @@ from rdtplan.errors import InputError, TransferError
 from rdtplan.ir.file import write_plan
 from rdtplan.ir.topology import InferenceTopology, TransferSettings
 from tests.endings import Ending
-from tests.fleet import Faults, Fleet, RandomSource, Strike, destination_model, running
+from tests.fleet import Faults, Fleet, RandomSource, Strike, destination_model, running, usage
 from tests.plans import Scenario, Sizes, make_plan
 
 TRANSPORTS = ("local", "nixl")
@@ -413,6 +413,25 @@ def test_missing_signals_are_named_at_the_deadline(case: str, hostile: Hostile, 
     still_works(hostile, 2)
 
 
+def test_late_word_of_a_sync_that_never_began_does_not_fail_its_retry(hostile: Hostile) -> None:
+    """A number may be used again: what a consumer says about the attempt before is not about this one."""
+
+    def fail(words: str) -> None:
+        """Say that sync 0 has failed, and wait until the producer has heard it: it hangs up."""
+        link = hostile.link
+        link.send("failed", sync=0, reason=words)
+        with pytest.raises(TransferError, match="RDT601"):
+            while True:
+                link.receive(60.0)
+        hostile.link = hostile.connect()
+
+    fail("the first word")
+    endings = endings_of(hostile, 0, lambda: None)
+    failed(endings, "the first word")
+    fail("the second word")
+    recover(hostile.fleet, 0)
+
+
 FIELDS: dict[str, Callable[[Hostile], None]] = {
     "unknown kind 'gimme'": lambda h: h.link.send("gimme", sync=0),
     "sent something that is no message": lambda h: h.link.connection.send_bytes(b"\x00\xffnonsense"),
@@ -551,14 +570,34 @@ def test_a_rank_with_another_plan_is_named(tmp_path: Path) -> None:
         assert fleet.wrong(0) == {}
 
 
-def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_address_that_is_taken_is_named(transport: str, tmp_path: Path) -> None:
     """The second producer on a port says so as an input error, and leaves nothing behind."""
     write_plan(make_plan(Scenario()), tmp_path / "p")
     plan = load_trainer(tmp_path / "p", 0)
-    first = Producer(plan, RandomSource(plan.manifest, None), "local", authkey=b"k", address=("127.0.0.1", 0))
+    source = RandomSource(plan.manifest, None)
+    first = Producer(plan, source, transport, authkey=b"k", address=("127.0.0.1", 0))
+    before = usage()
     with pytest.raises(InputError, match=r"RDT115.*cannot listen at"):
-        Producer(plan, RandomSource(plan.manifest, None), "local", authkey=b"k", address=first.address)
+        Producer(plan, source, transport, authkey=b"k", address=first.address)
+    after = usage()
+    for kind in ("descriptors", "threads", "tasks"):
+        assert after[kind] == before[kind], kind
+    assert not [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]
     first.close()
+
+
+def test_a_transport_that_does_not_start_leaves_nothing_listening(tmp_path: Path, monkeypatch: Any) -> None:
+    """The socket, by its path or its port, is free again."""
+    write_plan(make_plan(Scenario()), tmp_path / "p")
+    plan = load_trainer(tmp_path / "p", 0)
+    monkeypatch.setenv("UCX_TLS", "rc_mlx5")
+    before = usage()["descriptors"]
+    address = str(tmp_path / "socket")
+    with pytest.raises(TransferError, match="RDT614"):
+        Producer(plan, RandomSource(plan.manifest, None), "nixl", authkey=b"k", address=address)
+    assert not os.path.exists(address)
+    assert usage()["descriptors"] == before
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

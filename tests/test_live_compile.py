@@ -303,6 +303,18 @@ def test_what_the_call_says_after_the_plan_is_raised_as_it_is() -> None:
         connect(PRODUCERS)
 
 
+def test_a_call_that_never_returns_after_the_plan_is_named() -> None:
+    fleet = Fleet(SMALL)
+
+    def call(address: Address) -> None:
+        fleet.call(address)
+        threading.Event().wait()
+
+    words = "RDT602: init_weight_transfer_engine has not returned for"
+    with pytest.raises(TransferError, match=words), compiling(SMALL, call, timeout_s=3.0) as (_, connect):
+        connect(PRODUCERS)
+
+
 def test_a_stranger_does_not_disturb() -> None:
     fleet = Fleet(SMALL)
 

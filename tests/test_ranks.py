@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,32 +18,47 @@ from rdtexec.demo.fleet import Child, children, collect, new_authkey
 from rdtexec.demo.processes import serve_commands
 from rdtexec.ranks import Ranks
 from rdtplan.errors import TransferError
-from tests.fleet import ANSWER_S, _context
+from tests.fleet import ANSWER_S, _context, _kill_and_wait
 
 WORLD = 3
 STALL_S = 3.0
 KEY = new_authkey()
+NOTHING = ("", "", None)
+"""Happens in this sync."""
 
 
 def rank_main(pipe: Connection, rank: int, authkey: bytes) -> None:
     ranks = Ranks(rank, WORLD, authkey=authkey, stall_timeout_s=STALL_S)
 
-    def sync(argument: tuple[int, str, str]) -> Any:
-        number, phase, what = argument
+    served: list[int] = []
+
+    def sync(argument: tuple[str, str, Any]) -> Any:
+        phase, what, terms = argument
 
         def act(now: str) -> Callable[..., Any]:
-            def run(*terms: Any) -> Any:
+            def run(*number: int) -> Any:
+                served.extend(number)
                 if now == phase:
                     if what == "raise":
                         raise ValueError(f"{now} broke on rank {rank}")
-                    os.kill(os.getpid(), getattr(signal, what))
-                return (rank, *terms)
+                    if what.startswith("kill "):
+                        _kill_and_wait(int(what.split()[1]))
+                    else:
+                        os.kill(os.getpid(), getattr(signal, what))
+                return (rank, *number)
 
             return run
 
-        return ranks.together(number, act("ready"), act("serve"), act("finish"), terms=[number])
+        return ranks.together(act("ready"), act("serve"), act("finish"), {"terms": terms})
 
-    serve_commands(pipe, {"address": lambda _: ranks.address, "connect": ranks.connect, "sync": sync})
+    def insist(_: Any) -> Any:
+        """Sync again and again until it works."""
+        while True:
+            with contextlib.suppress(TransferError):
+                return sync(("", "", None))
+
+    handlers = {"address": lambda _: ranks.address, "connect": ranks.connect, "sync": sync, "insist": insist}
+    serve_commands(pipe, handlers | {"served": lambda _: served})
     ranks.close()
 
 
@@ -59,16 +75,17 @@ def ranks() -> Iterator[list[Child]]:
         yield found
 
 
-def sync(
-    ranks: list[Child], number: int, rank: int = -1, phase: str = "", what: str = ""
-) -> dict[str, tuple[str, str]]:
+def sync(ranks: list[Child], rank: int = -1, phase: str = "", what: str = "") -> dict[str, tuple[str, str]]:
     """One sync in which something happens to one rank; how it ended on each."""
     for r, child in enumerate(ranks):
-        child.tell("sync", (number, phase, what) if r == rank else (number, "", ""))
+        child.tell("sync", (phase, what, None) if r == rank else NOTHING)
+    return endings([child for r, child in enumerate(ranks) if (r, what) != (rank, "SIGSTOP")])
+
+
+def endings(ranks: list[Child]) -> dict[str, tuple[str, str]]:
+    """How the sync under way ends on each of these."""
     found: dict[str, tuple[str, str]] = {}
-    for r, child in enumerate(ranks):
-        if what == "SIGSTOP" and r == rank:
-            continue
+    for child in ranks:
         assert child.pipe.poll(ANSWER_S), f"{child.name} hangs"
         try:
             found[child.name] = child.pipe.recv()
@@ -78,14 +95,14 @@ def sync(
 
 
 def works(ranks: list[Child], number: int) -> None:
-    assert sync(ranks, number) == {f"rank {r}": ("ok", (r, [number])) for r in range(WORLD)}
+    assert sync(ranks) == {f"rank {r}": ("ok", (r, number)) for r in range(WORLD)}
 
 
 @pytest.mark.parametrize(("rank", "phase"), [(0, "ready"), (0, "serve"), (1, "serve"), (2, "serve"), (0, "finish")])
 def test_an_exception_anywhere_fails_everybody(rank: int, phase: str, ranks: list[Child]) -> None:
     """One reason, which names the rank; the next sync works."""
     works(ranks, 0)
-    for status, text in sync(ranks, 1, rank, phase, "raise").values():
+    for status, text in sync(ranks, rank, phase, "raise").values():
         assert status == "error" and f"{phase} broke on rank {rank}" in text, text
     works(ranks, 2)
 
@@ -94,22 +111,31 @@ def test_an_exception_anywhere_fails_everybody(rank: int, phase: str, ranks: lis
 def test_a_dead_rank_is_named_at_once(rank: int, phase: str, ranks: list[Child]) -> None:
     """No rank hangs and none succeeds; without that rank there is no next sync either, which is said at once too."""
     works(ranks, 0)
-    found = sync(ranks, 1, rank, phase, "SIGKILL")
+    found = sync(ranks, rank, phase, "SIGKILL")
     assert found.pop(f"rank {rank}")[0] == "dead"
     for status, text in found.values():
         assert status == "error" and f"trainer rank {rank} is gone" in text, text
     for r in found:
-        ranks[int(r[-1])].tell("sync", (2, "", ""))
+        ranks[int(r[-1])].tell("sync", NOTHING)
     for r in found:
         status, text = ranks[int(r[-1])].pipe.recv()
         assert status == "error" and f"trainer rank {rank} is gone" in text, text
+
+
+def test_a_rank_that_dies_before_the_last_word_is_named_on_all(ranks: list[Child]) -> None:
+    """It has done its part, and rank 0 is at the workers' answer: the rank behind it is told too."""
+    works(ranks, 0)
+    found = sync(ranks, 0, "finish", f"kill {ranks[1].process.pid}")
+    assert found.pop("rank 1")[0] == "dead"
+    for status, text in found.values():
+        assert status == "error" and "trainer rank 1 is gone" in text, text
 
 
 @pytest.mark.parametrize(("rank", "phase"), [(0, "ready"), (1, "serve"), (0, "finish")])
 def test_a_stopped_rank_is_named_at_the_deadline(rank: int, phase: str, ranks: list[Child]) -> None:
     """When it goes on, too late, it learns that the others gave up, and the next sync works."""
     works(ranks, 0)
-    for status, text in sync(ranks, 1, rank, phase, "SIGSTOP").values():
+    for status, text in sync(ranks, rank, phase, "SIGSTOP").values():
         assert status == "error" and f"rank {rank} did not s" in text, text
     os.kill(ranks[rank].process.pid, signal.SIGCONT)
     assert ranks[rank].pipe.poll(ANSWER_S)
@@ -118,6 +144,41 @@ def test_a_stopped_rank_is_named_at_the_deadline(rank: int, phase: str, ranks: l
         assert status == "error" and "did not s" in text, text
     time.sleep(0.2)
     works(ranks, 2)
+
+
+def test_ranks_that_were_given_other_terms_serve_nothing(ranks: list[Child]) -> None:
+    """All hear who differs, before any of them has begun."""
+    for r, child in enumerate(ranks):
+        child.tell("sync", ("", "", [r % 2]))
+    for status, text in endings(ranks).values():
+        assert status == "error" and "trainer rank 1" in text, text
+        assert "it was given terms [1], rank 0 [0]: give every rank the same" in text
+    for child in ranks:
+        child.tell("served")
+    assert list(collect(ranks, ANSWER_S).values()) == [[], [], []]
+    works(ranks, 1)
+
+
+def test_ranks_that_gave_up_take_part_again(ranks: list[Child]) -> None:
+    """Rank 0 comes too late: it is told so instead of waiting for them, and the next sync works."""
+    for child in ranks[1:]:
+        child.tell("sync", NOTHING)
+    for status, text in endings(ranks[1:]).values():
+        assert status == "error" and "trainer rank 0 did not say 'go' within" in text, text
+    ranks[0].tell("sync", NOTHING)
+    status, text = endings(ranks[:1])["rank 0"]
+    assert status == "error" and "gave up: trainer rank 0 did not say 'go' within" in text, text
+    works(ranks, 1)
+
+
+def test_ranks_that_called_more_often_than_rank_0_find_it_again(ranks: list[Child]) -> None:
+    """They have failed once more than rank 0, and take the number from it: retries come together."""
+    for child in ranks[1:]:
+        child.tell("sync", NOTHING)
+    assert {status for status, _ in endings(ranks[1:]).values()} == {"error"}
+    for child in ranks[1:] + ranks[:1]:
+        child.tell("insist")
+    assert len({number for _, (_, number) in endings(ranks).values()}) == 1
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

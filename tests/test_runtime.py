@@ -63,6 +63,16 @@ def test_every_parameter_is_byte_exact_after_every_sync(name: str, transport: st
                 assert reports[child.name].pulls == len(fleet.plan.consumers[cid].program.chunks)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_no_group_lives_beside_the_next_gather(transport: str, tmp_path: Path) -> None:
+    """With `gather_lookahead` 0 a trainer has one group in memory, whatever the transport keeps until it is freed."""
+    scenario = Scenario(Sizes(layers=3), settings=TransferSettings(gather_lookahead=0))
+    with running(scenario, tmp_path, transport) as fleet:
+        fleet.sync(0)
+        fleet.sync(1)
+        assert fleet.ask(fleet.producers, "most alive") == [0]
+
+
 def test_auto_chooses_by_pair(tmp_path: Path) -> None:
     """Local for the worker on this node, nixl for one that says it is on another; both exact, alone and together."""
     with running(COUPLED, tmp_path, "auto", far=("worker 1",)) as fleet:

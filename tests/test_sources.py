@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -44,7 +47,7 @@ from rdtplan.ir.manifest import Ints, Piece
 from rdtplan.ir.pieces import chunked
 from rdtplan.ir.plan import FleetPlan
 from rdtplan.ir.topology import InferenceTopology, TransferSettings
-from tests.fleet import Holder, Setup, _context, consumer_main, full_tensor, reference_manifest
+from tests.fleet import Holder, Setup, Strike, _context, consumer_main, full_tensor, reference_manifest
 from tests.plans import COMPILER, MODEL, Scenario, Sizes, traces_of
 
 RANKS_S = 120.0
@@ -74,6 +77,13 @@ def on_ranks(ranks: int, directory: Path, function: Callable[..., Any], *args: A
     with children(_context(), mains, stop_timeout_s=10.0) as started:
         answers = collect(list(started.values()), RANKS_S)
     return [answers[f"rank {r}"] for r in range(ranks)]
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + RANKS_S
+    while not file.exists():
+        assert time.monotonic() < deadline, f"there is no {file}"
+        time.sleep(0.01)
 
 
 def refusal(action: Callable[[], Any]) -> str:
@@ -603,6 +613,20 @@ class Trainer:
                 parameter.data.copy_(full)
 
 
+def mark_gathers(source: Any, directory: Path, rank: int) -> None:
+    """From now on, a file for each gather that begins, so that another process can wait for it."""
+    gather = source.gather
+    begun = 0
+
+    def marked(names: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        (directory / f"rank {rank}, gather {begun}").touch()
+        return gather(names)
+
+    source.gather = marked
+
+
 def trainer_main(pipe: Connection, setup: Setup, rank: int, kind: str, store: str) -> None:
     torch.set_num_threads(1)
     ranks = setup.plan.ownership.ranks
@@ -620,11 +644,20 @@ def trainer_main(pipe: Connection, setup: Setup, rank: int, kind: str, store: st
         )
         return live[0].address
 
-    def sync(number: int) -> Any:
+    def sync(argument: int | tuple[int, list[int]]) -> Any:
+        number, only = argument if isinstance(argument, tuple) else (argument, None)
         trainer.train(number)
-        return live[0].sync(number)
+        return live[0].sync(number, only)
 
-    serve_commands(pipe, {"start": start, "sync": sync, "refusal": lambda _: refusal(lambda: start(None))})
+    serve_commands(
+        pipe,
+        {
+            "start": start,
+            "sync": sync,
+            "mark": lambda _: mark_gathers(trainer.source, Path(setup.path).parent, rank),
+            "refusal": lambda _: refusal(lambda: start(None)),
+        },
+    )
     for producer in live:
         producer.close()
     dist.destroy_process_group()
@@ -641,13 +674,13 @@ def owned_plan(scenario: Scenario, owners: tuple[Ints, ...], kind: str) -> Fleet
 
 @contextlib.contextmanager
 def fleet(
-    kind: str, scenario: Scenario, owners: tuple[Ints, ...], directory: Path, transport: str
+    kind: str, scenario: Scenario, owners: tuple[Ints, ...], directory: Path, transport: str, stall_s: float = 30.0
 ) -> Iterator[tuple[list[Child], list[Child]]]:
     """(trainer ranks, workers), started and not connected."""
     plan = owned_plan(scenario, owners, kind)
     path = directory / "fleet.plan"
     write_plan(plan, path)
-    setup = Setup(scenario, plan, str(path), transport, new_authkey(), 30.0, None, "", 60.0, (), {})
+    setup = Setup(scenario, plan, str(path), transport, new_authkey(), stall_s, None, "", 60.0, (), {})
     mains: dict[str, Any] = {
         f"producer {r}": (trainer_main, (setup, r, kind, str(directory / "store"))) for r in range(plan.ownership.ranks)
     }
@@ -659,14 +692,20 @@ def fleet(
         )
 
 
-def run_syncs(trainers: list[Child], workers: list[Child], syncs: int) -> None:
-    """Every parameter of every worker, element by element, after each sync."""
+def connect(trainers: list[Child], workers: list[Child]) -> dict[int, Any]:
+    """The addresses of the producers, to which these workers are connected."""
     for child in trainers:
         child.tell("start")
     addresses = {rank: collect([child], 60.0)[child.name] for rank, child in enumerate(trainers)}
     for child in workers:
         child.tell("start", addresses)
     collect(workers, 60.0)
+    return addresses
+
+
+def run_syncs(trainers: list[Child], workers: list[Child], syncs: int) -> None:
+    """Every parameter of every worker, element by element, after each sync."""
+    connect(trainers, workers)
     for number in range(syncs):
         for child in [*trainers, *workers]:
             child.tell("sync", number)
@@ -690,6 +729,67 @@ def test_syncs_from_an_fsdp_trainer(tmp_path: Path, ranks: int, transport: str) 
     )
     with fleet("fsdp", scenario, scenario.owners, tmp_path, transport) as (trainers, workers):
         run_syncs(trainers, workers, 3)
+
+
+GATHERED_TOGETHER = Scenario(
+    sizes=SIZES,
+    topology=InferenceTopology(tensor_parallel=2),
+    settings=TransferSettings(gather_lookahead=0),
+    trainer_ranks=2,
+)
+
+
+def errors_of(children: list[Child]) -> list[str]:
+    """What each says about the sync under way, which must fail, and not by the tests' deadline."""
+    found = []
+    for child in children:
+        assert child.pipe.poll(60.0), f"{child.name} hangs"
+        status, text = child.pipe.recv()
+        assert status == "error", (child.name, text)
+        found.append(text)
+    return found
+
+
+def sync_without_worker_1(trainers: list[Child], workers: list[Child], number: int, addresses: Any) -> None:
+    """The next sync is right: no rank takes a collective of the failed one for its own."""
+    workers[0].tell("start", addresses)
+    collect(workers[:1], 60.0)
+    for child in trainers:
+        child.tell("sync", (number, [0]))
+    workers[0].tell("sync", number)
+    collect([*trainers, workers[0]], 60.0)
+    workers[0].tell("check", number)
+    assert collect(workers[:1], 60.0) == {"worker 0": []}
+
+
+def test_a_rank_that_fails_does_not_leave_its_partners_in_a_gather(tmp_path: Path) -> None:
+    """A worker dies when rank 0 is inside a collective that rank 1 has no credit for: both ranks end, and name it."""
+    with fleet("fsdp", GATHERED_TOGETHER, GATHERED_TOGETHER.owners, tmp_path, "local") as (trainers, workers):
+        addresses = connect(trainers, workers)
+        for child in trainers:
+            child.tell("mark")
+        workers[1].tell("strike", Strike("half free", signal.SIGSTOP))
+        collect([*trainers, workers[1]], 60.0)
+        for child in [*trainers, *workers]:
+            child.tell("sync", 0)
+        wait_for(tmp_path / "rank 0, gather 2")
+        assert not (tmp_path / "rank 1, gather 2").exists()
+        os.kill(workers[1].process.pid, signal.SIGKILL)
+        for text in errors_of([*trainers, workers[0]]):
+            assert "consumer 1 is gone" in text, text
+        sync_without_worker_1(trainers, workers, 1, addresses)
+
+
+def test_ranks_with_different_live_sets_do_not_part_in_a_gather(tmp_path: Path) -> None:
+    """One rank never begins, the other is in its first collective: both end, each with its reason."""
+    with fleet("fsdp", GATHERED_TOGETHER, GATHERED_TOGETHER.owners, tmp_path, "local", 3.0) as (trainers, workers):
+        addresses = connect(trainers, workers[:1])
+        trainers[0].tell("sync", (0, [0]))
+        trainers[1].tell("sync", 0)
+        workers[0].tell("sync", 0)
+        for text in errors_of([*trainers, workers[0]]):
+            assert "consumer 1 has not connected" in text, text
+        sync_without_worker_1(trainers, workers, 1, addresses)
 
 
 @pytest.mark.parametrize("transport", ["local", "nixl"])

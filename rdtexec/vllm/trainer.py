@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 import tempfile
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -20,13 +19,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
+from rdtexec.calls import Call
 from rdtexec.control import Address
 from rdtexec.plans import TrainerPlan, check_live_manifest, load_trainer
 from rdtexec.producer import GroupSource, Producer
 from rdtexec.ranks import Ranks
 from rdtexec.reports import Observer, ProducerReport
 from rdtexec.transport import SETTINGS
-from rdtexec.vllm.clients import ReplicaClient
+from rdtexec.vllm.clients import ReplicaClient, call_within
 from rdtplan.errors import InputError, PlanMismatch, RdtError, TransferError
 from rdtplan.inputs.manifests import from_weight_source
 from rdtplan.ir.file import encode, write_plan
@@ -34,6 +34,8 @@ from rdtplan.ir.manifest import SourceTensor
 from rdtplan.ir.plan import FleetPlan
 from rdtplan.ir.topology import TransferSettings
 from rdtplan.trace.watch import DRAFT
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -112,7 +114,6 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         self._producer = producer
         self._ranks = ranks
         self._payload = payload
-        self._syncs = 0
         self.last_report: ProducerReport | None = None
         """The last sync, as this rank saw it."""
 
@@ -126,18 +127,19 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
     ) -> Self:
         """Hold the plan to the source, start this rank's producer, and have rank 0 connect the workers.
 
-        InputError names every setting that is wrong, PlanMismatch the first weight or rank that differs; nothing is
-        left running after an error.
+        InputError names every setting that is wrong, PlanMismatch the first weight or rank that differs. An error on
+        one rank is raised on all, with its rank; nothing is left running after it.
         """
-        if source is None or init_info.transport not in SETTINGS:
-            wanted = f"a WeightSource and a transport of {', '.join(SETTINGS)}"
-            raise InputError(f"rdtexec needs {wanted}, got {source!r} and {init_info.transport!r}", code="RDT111")
-        _check_gives_full_tensors(source)
-        authkey = _from_rank_0(secrets.token_bytes(32))
+        facts = _on_every_rank(init_info.rank, lambda: _checked(init_info, source))
+        assert source is not None
+        _check_all_have_plans(facts)
+        authkey = facts[0].authkey
         if init_info.plan:
-            connect = client.init_weight_transfer_engine
+            patience = init_info.connect_timeout_s + init_info.stall_timeout_s
+            connect = lambda payload: call_within(patience, client, "init_weight_transfer_engine", payload)  # noqa: E731
             return cls._init_with_plan(init_info, init_info.plan, authkey, client, source, connect)
-        with _plan_of_live_fleet(init_info, authkey, client, source) as (path, connect):
+        held = [rank.held for rank in facts]
+        with _plan_of_live_fleet(init_info, authkey, client, source, held) as (path, connect):
             return cls._init_with_plan(init_info, path, authkey, client, source, connect)
 
     @classmethod
@@ -151,43 +153,37 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         connect: Callable[[dict[str, Any]], None],
     ) -> Self:
         """Serve the plan at `path`; rank 0 has the workers connect by `connect`, which is given their payload."""
-        plan = load_trainer(path, init_info.rank)
-        _check_settings(init_info, plan)
-        check_live_manifest(plan, source)
-        port = init_info.metrics_port + init_info.rank if init_info.metrics_port else 0
+        mine: list[tuple[TrainerPlan, Producer, Ranks]] = []
         with contextlib.ExitStack() as undo:
-            producer = Producer(
-                plan,
-                group_source(source),
-                init_info.transport,
-                authkey=authkey,
-                address=init_info.address,
-                device=_serve_device(plan),
-                stall_timeout_s=init_info.stall_timeout_s,
-                plan_bytes=Path(path).read_bytes(),
-                checksums=init_info.checksums,
-                on_identical=init_info.on_identical,
-                observer=Observer(
-                    "producer", init_info.rank, plan.identity, directory=init_info.stats_dir, metrics_port=port
-                ),
-            )
-            undo.callback(producer.close)
-            ranks = Ranks(
-                init_info.rank,
-                plan.ownership.ranks,
-                authkey=authkey,
-                stall_timeout_s=init_info.stall_timeout_s,
-                where=_beside(init_info),
-            )
-            undo.callback(ranks.close)
-            everyone = _gathered((init_info.rank, plan.identity, producer.address, ranks.address))
+
+            def listen() -> tuple[int, str, Any, Any]:
+                plan = load_trainer(path, init_info.rank)
+                producer = _producer(init_info, plan, path, authkey, source)
+                undo.callback(producer.close)
+                ranks = Ranks(
+                    init_info.rank,
+                    plan.ownership.ranks,
+                    authkey=authkey,
+                    stall_timeout_s=init_info.stall_timeout_s,
+                    where=_beside(init_info),
+                )
+                undo.callback(ranks.close)
+                mine.append((plan, producer, ranks))
+                return init_info.rank, plan.identity, producer.address, ranks.address
+
+            everyone = _on_every_rank(init_info.rank, listen)
+            plan, producer, ranks = mine[0]
             _check_agreement([member[:3] for member in everyone], plan.ownership.ranks)
-            ranks.connect(next(member[3] for member in everyone if member[0] == 0))
             payload = _worker_payload(init_info, plan, authkey, {member[0]: member[2] for member in everyone})
-            if init_info.is_sender:
-                if writes_draft_model(plan):
-                    show_draft_model(client)
-                connect(payload)
+
+            def meet() -> None:
+                ranks.connect(next(member[3] for member in everyone if member[0] == 0))
+                if init_info.is_sender:
+                    if writes_draft_model(plan):
+                        show_draft_model(client, init_info.stall_timeout_s)
+                    connect(payload)
+
+            _on_every_rank(init_info.rank, meet)
             undo.pop_all()
         return cls(init_info, client, source, producer, ranks, payload)
 
@@ -208,15 +204,12 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         they serve from the new weights and this rank's memory is free again. TransferError, on every rank, when that
         did not happen on any of them; another sync can be tried then.
         """
-        number = self._syncs
-        self._syncs += 1
         try:
             self.last_report = self._ranks.together(
-                number,
                 ready=lambda: self._start(live_consumer_ids),
-                serve=lambda of_rank_0: self._serve(number, live_consumer_ids, of_rank_0),
+                serve=lambda number: self._serve(number, live_consumer_ids),
                 finish=lambda: self._finish(weight_version),
-                terms=_sorted(live_consumer_ids),
+                terms={"live_consumer_ids": None if live_consumer_ids is None else sorted(set(live_consumer_ids))},
             )
         except BaseException:
             self._producer.forget_payload()  # a retry sends the same on purpose
@@ -227,57 +220,94 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         self._producer.taking_part(live)  # before a worker has begun an update that nobody would serve
         if isinstance(self.client, ReplicaClient):
             self.client.limit_to(plan.consumer_ids if live is None else live, plan.topology.workers_per_replica)
-        self.client.start_weight_update()
+        call_within(self._info.stall_timeout_s, self.client, "start_weight_update")
 
-    def _serve(self, number: int, live: Collection[int] | None, of_rank_0: list[int] | None) -> ProducerReport:
+    def _serve(self, number: int, live: Collection[int] | None) -> ProducerReport:
         """This rank's part; rank 0 also has the workers pull, in a thread."""
-        if _sorted(live) != of_rank_0:  # said by way of the producer, so that the workers hear of it at once
-            who = f"trainer rank {self._info.rank} was given live_consumer_ids {_sorted(live)}, rank 0 {of_rank_0}"
-            self._producer.cancel(number, f"{who}: give every rank the same")
         if not self.is_sender:
             return self._producer.sync(number, live)
-        failures: list[BaseException] = []
-
-        def update() -> None:
-            try:
-                self.client.update_weights({"sync_idx": number})
-            except BaseException as error:
-                failures.append(error)
-                self._producer.cancel(number, f"update_weights failed: {error}")
-
-        updating = threading.Thread(target=update, name="rdtexec-update", daemon=True)
-        updating.start()
+        updating = Call(
+            "update_weights",
+            lambda: self.client.update_weights({"sync_idx": number}),
+            failed=lambda error: self._producer.cancel(number, f"update_weights failed: {error}"),
+        )
         try:
             report = self._producer.sync(number, live)
         except Exception as error:  # whatever it was, the call must not run into the next sync
-            updating.join(self._info.stall_timeout_s)
-            if failures:
-                error.add_note(f"update_weights ended with {type(failures[0]).__name__}: {failures[0]}")
+            updating.ended(self._info.stall_timeout_s)
+            if updating.error is not None:
+                error.add_note(f"update_weights ended with {type(updating.error).__name__}: {updating.error}")
             raise
-        updating.join(self._info.stall_timeout_s)
-        if failures:
-            raise TransferError(
-                f"sync {number} failed on the inference side: {failures[0]}", code="RDT606"
-            ) from failures[0]
-        if updating.is_alive():
-            raise TransferError(
-                f"sync {number}: the workers took everything, but update_weights did not return within "
-                f"{self._info.stall_timeout_s:.0f} s",
-                fix="look at the inference server",
-                code="RDT602",
-            )
+        try:
+            updating.result(self._info.stall_timeout_s)
+        except BaseException as error:
+            if updating.error is None:  # it hangs, though the workers took everything
+                raise
+            raise TransferError(f"sync {number} failed on the inference side: {error}", code="RDT606") from error
         return report
 
     def _finish(self, weight_version: str | None) -> None:
-        if weight_version is None:
-            self.client.finish_weight_update()
-        else:
-            self.client.finish_weight_update(weight_version)
+        given = () if weight_version is None else (weight_version,)
+        call_within(self._info.stall_timeout_s, self.client, "finish_weight_update", *given)
 
     def shutdown(self) -> None:
         """Stop serving."""
         self._ranks.close()
         self._producer.close()
+
+
+@frozen
+class _RankFacts:
+    """What one rank brings to an init."""
+
+    held: frozenset[str] | None
+    """Names it holds, None for all."""
+    authkey: bytes
+    """Rank 0's is the one that counts."""
+    has_plan: bool
+
+
+def _checked(info: RdtExecTrainerInitInfo, source: WeightSource | None) -> _RankFacts:
+    """What this rank brings; InputError RDT111 when its arguments cannot be used."""
+    if source is None or info.transport not in SETTINGS:
+        wanted = f"a WeightSource and a transport of {', '.join(SETTINGS)}"
+        raise InputError(f"rdtexec needs {wanted}, got {source!r} and {info.transport!r}", code="RDT111")
+    _check_gives_full_tensors(source)
+    return _RankFacts(_held_names(source), secrets.token_bytes(32), bool(info.plan))
+
+
+def _check_all_have_plans(facts: Sequence[_RankFacts]) -> None:
+    """InputError RDT111 when some ranks alone were given a plan file: the others would compile one."""
+    given = [rank for rank, of_rank in enumerate(facts) if of_rank.has_plan]
+    missing = [rank for rank, of_rank in enumerate(facts) if not of_rank.has_plan]
+    if given and missing:
+        raise InputError(
+            f"trainer rank {missing[0]} was given no plan, trainer rank {given[0]} was",
+            fix="give every rank the path of a plan, or none",
+            code="RDT111",
+        )
+
+
+def _producer(
+    info: RdtExecTrainerInitInfo, plan: TrainerPlan, path: str, authkey: bytes, source: WeightSource
+) -> Producer:
+    """This rank's producer, started; InputError or PlanMismatch when settings or source do not fit the plan."""
+    _check_settings(info, plan)
+    check_live_manifest(plan, source)
+    port = info.metrics_port + info.rank if info.metrics_port else 0
+    return Producer(
+        plan,
+        group_source(source),
+        info.transport,
+        authkey=authkey,
+        address=info.address,
+        device=_serve_device(plan),
+        stall_timeout_s=info.stall_timeout_s,
+        plan_bytes=Path(path).read_bytes(),
+        checksums=info.checksums,
+        on_identical=info.on_identical,
+        observer=Observer("producer", info.rank, plan.identity, directory=info.stats_dir, metrics_port=port),
+    )
 
 
 def writes_draft_model(plan: TrainerPlan) -> bool:
@@ -286,8 +316,11 @@ def writes_draft_model(plan: TrainerPlan) -> bool:
     return any(name.startswith(DRAFT) for program in programs.values() for name in program.parameters.names)
 
 
-def show_draft_model(client: Any) -> None:
-    """Have vLLM hand the draft model to every worker; InputError RDT111 for a client that cannot ask for it."""
+def show_draft_model(client: Any, timeout_s: float) -> None:
+    """Have vLLM hand the draft model to every worker; InputError RDT111 for a client that cannot ask for it.
+
+    TransferError RDT602 when one of the two calls takes longer than `timeout_s` seconds.
+    """
     if not hasattr(client, "start_draft_weight_update"):
         raise InputError(
             f"the plan writes a draft model, and client {type(client).__name__} has no start_draft_weight_update",
@@ -295,12 +328,8 @@ def show_draft_model(client: Any) -> None:
             "--speculative-config",
             code="RDT111",
         )
-    client.start_draft_weight_update()
-    client.finish_weight_update()
-
-
-def _sorted(live: Collection[int] | None) -> list[int] | None:
-    return None if live is None else sorted(set(live))
+    call_within(timeout_s, client, "start_draft_weight_update")
+    call_within(timeout_s, client, "finish_weight_update")
 
 
 def _check_settings(info: RdtExecTrainerInitInfo, plan: TrainerPlan) -> None:
@@ -389,6 +418,12 @@ class IteratedSource:
         self._pass = source.iter_full() if hasattr(source, "iter_full") else iter(source)
         self._early = {}
 
+    def partners(self, name: str) -> tuple[int, ...]:
+        """All ranks, unless the source says otherwise: of a WeightSource a pass is typically a collective."""
+        if hasattr(self._source, "partners"):
+            return tuple(self._source.partners(name))
+        return tuple(range(torch.distributed.get_world_size())) if _distributed() else ()
+
     def gather(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """`names` in order. What the source yields before its turn is kept until it is asked for."""
         for name in names:
@@ -413,32 +448,33 @@ def _check_gives_full_tensors(source: Any) -> None:
 
 @contextlib.contextmanager
 def _plan_of_live_fleet(
-    info: RdtExecTrainerInitInfo, authkey: bytes, client: VLLMWeightSyncClient, source: WeightSource
+    info: RdtExecTrainerInitInfo,
+    authkey: bytes,
+    client: VLLMWeightSyncClient,
+    source: WeightSource,
+    held: list[frozenset[str] | None],
 ) -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
     """The path of a plan that rank 0 compiles now and hands to all, and how rank 0 then has the workers connect.
 
-    A failure before the plan is there is raised on every rank; one on rank 0 is told to all workers.
+    A failure is raised on every rank, and told to all workers.
     """
-    held = _gathered(_held_names(source))
+    plan = b""
+    connect: Callable[[dict[str, Any]], None] = lambda _: None  # noqa: E731
     with tempfile.TemporaryDirectory(prefix="rdtexec-plan-") as scratch, contextlib.ExitStack() as undo:
-        connect: Callable[[dict[str, Any]], None] = lambda _: None  # noqa: E731
-        answer: bytes | RdtError = b""
-        if info.rank == 0:
-            try:
+
+        def make() -> None:
+            nonlocal plan, connect
+            if info.rank == 0:
                 compiled, answer_workers = undo.enter_context(_compiled_live(info, authkey, client, source, held))
-                answer = encode(compiled)[0]
+                plan = encode(compiled)[0]
                 if info.save_plan:
                     write_plan(compiled, info.save_plan)
-            except BaseException as error:
-                known = isinstance(error, RdtError)
-                _from_rank_0(error if known else TransferError(f"trainer rank 0: {type(error).__name__}: {error}"))
-                raise
-            connect = lambda payload: answer_workers(payload["producers"])  # noqa: E731
-        answer = _from_rank_0(answer)
-        if isinstance(answer, RdtError):
-            raise answer
+                connect = lambda payload: answer_workers(payload["producers"])  # noqa: E731
+
+        _on_every_rank(info.rank, make)
+        plan = _from_rank_0(plan)
         path = Path(scratch) / "fleet.plan"
-        path.write_bytes(answer)
+        _on_every_rank(info.rank, lambda: path.write_bytes(plan))
         yield str(path), connect
 
 
@@ -510,6 +546,27 @@ def _gathered(value: Any) -> list[Any]:
     found: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, value)
     return found
+
+
+def _on_every_rank(rank: int, act: Callable[[], _T]) -> list[_T]:
+    """What `act` returns on every rank; when it raises on some, all raise the first error, which names its rank."""
+    cause: BaseException | None = None
+    mine: _T | RdtError
+    try:
+        mine = act()
+    except BaseException as error:
+        if not _distributed() or torch.distributed.get_world_size() == 1:
+            raise
+        cause = error
+        words = f"{type(error).__name__}: {error}"
+        mine = error if isinstance(error, RdtError) else TransferError(words, code="RDT606")
+    everyone = _gathered((rank, mine))
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause
+    for other, found in everyone:
+        if isinstance(found, RdtError):
+            raise type(found)(f"trainer rank {other}: {found.message}", fix=found.fix, code=found.code) from cause
+    return [found for _, found in everyone]
 
 
 def _check_agreement(everyone: list[tuple[int, str, Any]], planned: int) -> None:
