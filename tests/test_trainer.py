@@ -134,8 +134,8 @@ class Replica:
         if self.silent:
             threading.Event().wait()
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.asked.append("finish")
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.asked.append(f"update {update_info}")
 
 
 def silent_replica(_: Any) -> tuple[str, list[list[str]]]:
@@ -321,10 +321,10 @@ def test_a_call_that_never_returns_is_named(call: str, trainers: Ranks) -> None:
 
 
 def test_a_replica_that_never_answers_is_named(ranks: Ranks) -> None:
-    """The others, which have started, are ended again."""
+    """The others, which have started, abandon the update."""
     error, asked = ask(ranks[0], "silent replica")
     assert error.startswith("RDT602: replica 1: TransferError: RDT602: start_weight_update has not returned for"), error
-    assert asked == [["start", "finish"], ["start"]]
+    assert asked == [["start", "update {'abandon': True}"], ["start"]]
 
 
 def test_ranks_that_were_given_different_live_consumers(trainers: Ranks) -> None:
