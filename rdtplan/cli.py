@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rdtplan import __version__
-from rdtplan.cli_report import COMMANDS
+from rdtplan.cli_report import COMMANDS, check_output, show, show_json, terminal_width, write_output
 from rdtplan.errors import InputError, RdtError
 
 if TYPE_CHECKING:
     from rdtplan.ir.experts import Placement
     from rdtplan.ir.plan import FleetPlan
+    from rdtplan.verify import Finding
 
 
 class _Group(click.Group):
@@ -108,10 +109,9 @@ def compile(
     """Compile the fleet plan of the model in CONFIG_DIR. Needs vLLM, no GPU."""
     from rdtplan.inputs.experts import read_placement
     from rdtplan.ir.file import write_plan
-    from rdtplan.report.units import human_bytes
+    from rdtplan.report.units import human_bytes, plural
 
-    if not output.absolute().parent.is_dir():
-        raise InputError(f"--output: the directory {output.absolute().parent} does not exist", code="RDT108")
+    check_output(output, manifest_path, expert_placement, options["owners"])
     placement = None if expert_placement is None else read_placement(expert_placement)
     if old is not None:
         plan = _place_anew(ctx, old, placement)
@@ -123,8 +123,8 @@ def compile(
     size = output.stat().st_size
     o = plan.overview
     click.echo(
-        f"{output}: {human_bytes(size)}, digest {digest[:16]}, {plan.topology.workers} workers, "
-        f"{max(o.pulls)} pulls and {human_bytes(max(o.pulled_nbytes))} at most a worker"
+        f"{output}: {human_bytes(size)}, digest {digest[:16]}, {plural(plan.topology.workers, 'worker')}, "
+        f"{plural(max(o.pulls), 'pull')} and {human_bytes(max(o.pulled_nbytes))} at most a worker"
     )
     for note in plan.notes:
         click.echo(f"note: {note}")
@@ -247,7 +247,9 @@ def verify(
     Exits 1 when anything is wrong.
     """
     from rdtplan.ir.file import PlanFile
-    from rdtplan.verify import check_entries, verify_fleet, waived
+    from rdtplan.report.tables import paragraph
+    from rdtplan.report.units import plural
+    from rdtplan.verify import check_entries, unwaived, verify_fleet, waived
 
     with PlanFile(plan) as file:
         fleet = file.fleet()
@@ -270,30 +272,54 @@ def verify(
                 fleet, config_dir, speculative=_speculative(speculative_config), jobs=jobs, progress=progress
             )
         findings += check_loaders(fleet, fresh)
-    open_findings = [f for f in findings if f.severity == "error" and not waived(f, fleet.waivers)]
+    wrong = unwaived(findings, fleet.waivers)
     if as_json:
-        import orjson
-
         rows = [
-            {"code": f.code, "sentence": f.sentence, "names": list(f.names), "waived": waived(f, fleet.waivers)}
+            {
+                "code": f.code,
+                "severity": f.severity,
+                "sentence": f.sentence,
+                "names": list(f.names),
+                "waived": waived(f, fleet.waivers),
+            }
             for f in findings
         ]
-        click.echo(orjson.dumps({"digest": digest, "findings": rows}, option=orjson.OPT_INDENT_2).decode())
+        show_json({"digest": digest, "sound": not wrong, "findings": rows})
     else:
-        for finding in findings:
-            if finding.severity == "note" or finding in open_findings:
-                click.secho(str(finding), fg="yellow" if finding.severity == "note" else "red")
-        if not open_findings:
+        width = terminal_width(pipe=sys.maxsize)  # there, one line a finding
+        _show_findings([f for f in findings if f.severity == "note"], "yellow", width)
+        _show_findings(wrong, "red", width)
+        if not wrong:
             count = sum(f.severity == "error" for f in findings)
-            accepted = f" ({count} findings waived)" if count else ""
-            click.echo(
-                f"{plan}: sound. {len(fleet.consumers)} workers, {len(fleet.producers)} trainer ranks, "
-                f"{fleet.overview.source_names:,} source names; every element is written once{accepted}"
+            accepted = f" ({plural(count, 'finding')} waived)" if count else ""
+            sound = (
+                f"{plan}: sound. {plural(len(fleet.consumers), 'worker')}, "
+                f"{plural(len(fleet.producers), 'trainer rank')}, "
+                f"{plural(fleet.overview.source_names, 'source name')}; every element is written once{accepted}"
             )
+            show(paragraph(sound, width, 2))
             if config_dir is not None:
-                click.echo(f"the loaders of vllm {fresh.compiler.vllm} do what the plan says")
-    if open_findings:
+                show(paragraph(f"the loaders of vllm {fresh.compiler.vllm} do what the plan says", width, 2))
+    if wrong:
         sys.exit(1)
+
+
+FINDINGS_SHOWN = 8
+"""Findings of one code that `verify` prints; `--json` has them all."""
+
+
+def _show_findings(findings: list[Finding], colour: str, width: int) -> None:
+    """The first of every code, and how many more there are."""
+    from rdtplan.report.tables import paragraph
+
+    by_code: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_code.setdefault(finding.code, []).append(finding)
+    for code, members in by_code.items():
+        for finding in members[:FINDINGS_SHOWN]:
+            show(click.style(line, fg=colour) for line in paragraph(str(finding), width, 2))
+        if len(members) > FINDINGS_SHOWN:
+            show(paragraph(f"... and {len(members) - FINDINGS_SHOWN:,} more of {code}; --json lists all", width, 2))
 
 
 @main.command()
@@ -304,6 +330,7 @@ def manifest(source: Path, output: Path) -> None:
     from rdtplan.inputs.manifests import read_manifest, to_json
     from rdtplan.ir.manifest import build_manifest
 
+    check_output(output, source)
     if source.is_dir() and not any(source.glob("*.safetensors*")) and (source / "config.json").exists():
         from rdtplan.inputs.config_manifest import manifest_from_config
 
@@ -311,10 +338,7 @@ def manifest(source: Path, output: Path) -> None:
     else:
         entries = read_manifest(source)
     built = build_manifest(entries)
-    try:
-        output.write_bytes(to_json(entries))
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror}", code="RDT108") from None
+    write_output(output, to_json(entries))
     click.echo(f"{output}: {len(built):,} source names, {sum(built.nbytes(k) for k in range(len(built))):,} bytes")
 
 
@@ -333,11 +357,9 @@ def help_code(code: str) -> None:
 @main.command()
 def schema() -> None:
     """Print the JSON Schema (2020-12) of the plan format."""
-    import orjson
-
     from rdtplan.ir.schema import plan_schema
 
-    click.echo(orjson.dumps(plan_schema(), option=orjson.OPT_INDENT_2).decode())
+    show_json(plan_schema())
 
 
 @main.command()

@@ -35,11 +35,36 @@ def show_json(value: Any) -> None:
     click.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
 
 
-def terminal_width() -> int:
-    """Columns to keep to: COLUMNS, else the terminal, else `PIPE_WIDTH`."""
+def terminal_width(pipe: int = PIPE_WIDTH) -> int:
+    """Columns to keep to: COLUMNS, else the terminal, else `pipe`."""
     if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
-        return PIPE_WIDTH
+        return pipe
     return max(20, shutil.get_terminal_size().columns)
+
+
+def check_output(output: Path, *inputs: Path | None) -> None:
+    """Before any work: InputError RDT108 when `output` cannot be written, or is one of the files that are read."""
+    from rdtplan.output import place_of
+
+    try:
+        place = place_of(output)
+    except OSError as error:
+        raise InputError(f"--output: cannot write {output}: {error.strerror}", code="RDT108") from None
+    for path in inputs:
+        if path is not None and path.resolve() == place:
+            raise InputError(
+                f"--output {output} is {path}, which this command reads", fix="name another file", code="RDT108"
+            )
+
+
+def write_output(output: Path, data: bytes) -> None:
+    """Write a file whole or not at all. InputError RDT108 when that cannot be done."""
+    from rdtplan.output import write_whole
+
+    try:
+        write_whole(output, data)
+    except OSError as error:
+        raise InputError(f"--output: cannot write {output}: {error.strerror}", code="RDT108") from None
 
 
 @contextlib.contextmanager
@@ -239,10 +264,13 @@ def report(plan: Path, output: Path, **costs: Any) -> None:
     from rdtplan.report.explain import explain as explain_names
     from rdtplan.report.inspect import summarize
     from rdtplan.report.memory import forecast
-    from rdtplan.verify import verify_fleet
+    from rdtplan.report.units import plural
+    from rdtplan.verify import unwaived, verify_fleet
 
+    check_output(output, plan)
     with open_plan(plan) as file:
         findings = verify_fleet(file.fleet())
+        wrong = unwaived(findings, file.field("waivers"))
         data = page.page_data(
             file,
             summarize(file),
@@ -251,11 +279,10 @@ def report(plan: Path, output: Path, **costs: Any) -> None:
             explain_names(file, "*"),
             findings,
         )
-    try:
-        output.write_text(page.render_page(data), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror}", code="RDT108") from None
+    write_output(output, page.render_page(data).encode())
     click.echo(f"{output}: {output.stat().st_size:,} bytes, {len(data['weights'])} forms of weights")
+    if wrong:
+        click.secho(f"the plan is unsound, {plural(len(wrong), 'finding')}: run `rdtplan verify {plan}`", fg="red")
 
 
 COMMANDS = (inspect, mem, explain, diff, simulate, report)

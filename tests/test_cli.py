@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,8 @@ def test_compile_inspect_verify(model: Path) -> None:
     assert summary["fleet"]["workers"] == 2 and len(summary["workers"]) == 2
     sound = run("verify", model / "p")
     assert sound.exit_code == 0 and "every element is written once" in sound.output
-    assert json.loads(run("verify", "--json", model / "p").output)["findings"] == []
+    checked = json.loads(run("verify", "--json", model / "p").output)
+    assert checked["findings"] == [] and checked["sound"]
 
 
 def test_verify_against_the_loaders(model: Path) -> None:
@@ -139,7 +141,9 @@ def test_a_name_that_no_loader_takes(model: Path) -> None:
     entries = [*rows(model), ["model.layers.0.self_attn.rotary_emb.inv_freq", "float32", [16]]]
     fails(compile_rows(model, entries), "RDT320", "rotary_emb.inv_freq", "--waive RDT320:PATTERN")
     assert compile_rows(model, entries, "--waive", "RDT320:*.inv_freq").exit_code == 0
-    assert "1 findings waived" in run("verify", model / "out.plan").output
+    assert "(1 finding waived)" in run("verify", model / "out.plan").output
+    checked = json.loads(run("verify", model / "out.plan", "--json").output)
+    assert checked["sound"] and [(f["severity"], f["waived"]) for f in checked["findings"]] == [("error", True)]
 
 
 def test_a_missing_name_leaves_a_parameter_partly_loaded(model: Path) -> None:
@@ -174,6 +178,32 @@ def test_wrong_settings_are_refused_together(model: Path) -> None:
 def test_a_missing_output_directory_is_seen_before_the_work(model: Path) -> None:
     result = run("compile", model, "--manifest", model / "manifest.json", "-o", model / "no" / "p")
     fails(result, "RDT108", str(model / "no"))
+
+
+def test_what_cannot_be_the_output_is_seen_before_the_work(model: Path) -> None:
+    """A directory, a pipe, or a file that the command reads."""
+    os.mkfifo(model / "pipe")
+    manifest = model / "manifest.json"
+    before = manifest.read_bytes()
+    for output, words in ((model, "a directory"), (model / "pipe", "a pipe"), (manifest, "which this command reads")):
+        fails(run("compile", model, "--manifest", manifest, "-o", output), "RDT108", "--output", words)
+        fails(run("manifest", manifest, "-o", output), "RDT108", "--output", words)
+    assert manifest.read_bytes() == before and (model / "pipe").is_fifo()
+
+
+def test_findings_are_counted_rather_than_all_printed(model: Path) -> None:
+    """Against the manifest of another model every name is a finding."""
+    plan = make_plan(Scenario())
+    write_plan(plan, model / "p")
+    arguments = ("verify", model / "p", "--manifest", model / "manifest.json")
+    every = json.loads(run(*arguments, "--json").output)
+    count = len(every["findings"])
+    assert count > 20 and not every["sound"] and {f["severity"] for f in every["findings"]} == {"error"}
+    shown = run(*arguments)
+    fails(shown, f"... and {count - 8} more of RDT333; --json lists all")
+    assert len(shown.output.splitlines()) == 9
+    narrow = CliRunner(env={"COLUMNS": "60"}).invoke(main, [str(a) for a in arguments])
+    assert max(map(len, narrow.output.splitlines())) <= 60
 
 
 def test_a_damaged_plan_is_refused_with_one_message(tmp_path: Path) -> None:

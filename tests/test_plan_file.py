@@ -482,6 +482,25 @@ def test_an_unwritable_place_is_named(tmp_path: Path, plan: FleetPlan) -> None:
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, plan: FleetPlan) -> None:
+    """A device or a pipe would become a plain file for the whole machine; a symbolic link stays one."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_pipe").symlink_to("pipe")
+    for name in ("pipe", "to_pipe"):
+        with pytest.raises(PlanFormatError, match="a pipe") as caught:
+            write_plan(plan, tmp_path / name)
+        assert caught.value.code == "RDT407" and (tmp_path / name).is_fifo()
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "link").symlink_to("deep/real")
+    for _ in range(2):  # where the link leads nowhere yet, and where a file is
+        write_plan(plan, tmp_path / "link")
+        assert (tmp_path / "link").is_symlink() and PlanFile(tmp_path / "deep" / "real").fleet() == plan
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(PlanFormatError):
+        write_plan(plan, tmp_path / "loop")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "link", "loop", "pipe", "to_pipe"]
+
+
 def test_a_full_disk_leaves_the_old_plan(tmp_path: Path, plan: FleetPlan) -> None:
     """The limit of a file's size stands for the end of the disk."""
     target = tmp_path / "fleet.plan"

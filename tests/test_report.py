@@ -244,6 +244,14 @@ def test_drill_downs_agree_with_the_plan(plan: FleetPlan, path: Path) -> None:
             assert sum(w["count"] for w in c["writes"]) == scatters
 
 
+def test_what_no_loader_writes_is_not_counted_among_the_parameters(plan: FleetPlan, path: Path) -> None:
+    """Such names may or may not stand in the table of parameters."""
+    program = plan.consumers[0].program
+    assert not set(program.untouched) & set(program.parameters.names)
+    shown = run("inspect", path, "--worker", "0").output
+    assert "1 name that no loader writes" in shown and "of them" not in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

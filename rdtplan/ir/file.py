@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -31,6 +30,7 @@ from rdtplan.errors import PlanFormatError
 from rdtplan.ir import compression
 from rdtplan.ir.plan import FORMAT, ConsumerPlan, FleetPlan, ProducerPlan, Program
 from rdtplan.ir.serialize import PART, Packed, canonical_bytes, first_reason, make_converter
+from rdtplan.output import write_whole
 
 T = TypeVar("T")
 KIND = "rdtplan.fleet-plan"
@@ -97,29 +97,19 @@ def encode(plan: FleetPlan) -> tuple[bytes, str]:
 def write_plan(plan: FleetPlan, path: str | os.PathLike[str]) -> str:
     """Write a plan so that a full disk or a crash leaves the old file or none; returns the fleet digest.
 
-    A name that ends in `.zst` makes a compressed file. PlanFormatError RDT407 when the file cannot be written.
+    A name that ends in `.zst` makes a compressed file; a symbolic link is followed. PlanFormatError RDT407 when the
+    file cannot be written, or when what is there is no file.
     """
     data, digest = encode(plan)
     target = Path(path)
     if target.suffix == compression.SUFFIX:
         data = compression.compress(data, target)
-    temporary = ""
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as out:
-            temporary = out.name
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
+        write_whole(target, data)
+    except OSError as error:
         raise PlanFormatError(
             f"cannot write the plan to {target} ({len(data):,} bytes): {error.strerror}",
-            fix="choose a directory that exists, is writable and has room",
+            fix="name a file, in a directory that exists, is writable and has room",
             code="RDT407",
         ) from None
     return digest

@@ -74,7 +74,7 @@ def render_worker(w: dict[str, Any], width: int) -> list[str]:
     lines += paragraph(
         f"  writes {w['scatters']:,} times, fills {plural(w['fills'], 'region')}, completes "
         f"{plural(w['modules'], 'module')}; {plural(w['parameters'], 'parameter')} and buffers "
-        f"({human_bytes(w['parameters_nbytes'])}), {w['untouched']:,} of them loaded by nobody; receive pool "
+        f"({human_bytes(w['parameters_nbytes'])}); {plural(w['untouched'], 'name')} that no loader writes; receive pool "
         f"{human_bytes(w['receive_pool_nbytes'])}",
         width,
         2,

@@ -49,7 +49,10 @@ def page_data(
             "streams": links(simulation, "stream"),
         },
         "weights": [_weight(e) for e in weights],
-        "findings": [{"code": f.code, "sentence": f.sentence, "waived": waived(f, waivers)} for f in findings],
+        "findings": [
+            {"code": f.code, "severity": f.severity, "sentence": f.sentence, "waived": waived(f, waivers)}
+            for f in findings
+        ],
     }
 
 
