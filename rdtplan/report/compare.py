@@ -217,8 +217,9 @@ def _folded(kind: str, changes: Iterable[tuple[str, str, str]]) -> list[Effect]:
     for name, before, after in changes:
         families.setdefault((template(name), before, after), []).append(name)
     return [
-        Effect(kind, fold_names(names)[0].pattern, len(names), before, after)
+        Effect(kind, folded.pattern, folded.count, before, after)
         for (_, before, after), names in families.items()
+        for folded in fold_names(names)
     ]
 
 

@@ -10,7 +10,7 @@ from rdtplan.ir.file import PlanFile
 from rdtplan.ir.plan import ConsumerPlan, GatherGroup
 from rdtplan.report.inspect import collapse
 from rdtplan.report.memory import parameters_nbytes
-from rdtplan.report.names import fold_names
+from rdtplan.report.names import brief, fold_names, names_text, patterns_text
 from rdtplan.report.tables import paragraph, table
 from rdtplan.report.units import human_bytes, plural, ranges
 from rdtplan.report.writes import describe, fold
@@ -74,8 +74,8 @@ def render_worker(w: dict[str, Any], width: int) -> list[str]:
     lines += paragraph(
         f"  writes {w['scatters']:,} times, fills {plural(w['fills'], 'region')}, completes "
         f"{plural(w['modules'], 'module')}; {plural(w['parameters'], 'parameter')} and buffers "
-        f"({human_bytes(w['parameters_nbytes'])}); {plural(w['untouched'], 'name')} that no loader writes; receive pool "
-        f"{human_bytes(w['receive_pool_nbytes'])}",
+        f"({human_bytes(w['parameters_nbytes'])}); {plural(w['untouched'], 'name')} that no loader writes; "
+        f"receive pool {human_bytes(w['receive_pool_nbytes'])}",
         width,
         2,
     )
@@ -87,7 +87,7 @@ def render_worker(w: dict[str, Any], width: int) -> list[str]:
     rows = [
         [
             ranges(r["chunks"]),
-            fold_names(r["groups"])[0].pattern if len(fold_names(r["groups"])) == 1 else "several",
+            names_text(r["groups"]),
             ranges(r["streams"]),
             ranges(r["producers"]),
             human_bytes(r["nbytes"]),
@@ -99,12 +99,17 @@ def render_worker(w: dict[str, Any], width: int) -> list[str]:
     return [*lines, "", *table("chunks in issue order", heads, rows, width, text=(0, 1))]
 
 
+def _kind(label: str) -> str:
+    """What groups that are lines of one table have in common: the label without a number at its end."""
+    stem, _, last = label.rpartition(".")
+    return stem if last.isdigit() else label
+
+
 def _chunk_runs(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Chunks of one kind of group, size and count of slices, in order of the first."""
     found: dict[Any, dict[str, Any]] = {}
     for c in chunks:
-        kind = fold_names([c["group"] + "."])[0].pattern if not c["group"].rpartition(".")[2].isdigit() else None
-        key = (kind or c["group"].rpartition(".")[0], c["nbytes"], c["slices"])
+        key = (_kind(c["group"]), c["nbytes"], c["slices"])
         run = found.setdefault(
             key,
             {
@@ -172,12 +177,11 @@ def render_producer(p: dict[str, Any], width: int) -> list[str]:
     lines += ["", *table("serves", ["worker", "pulls", "bytes each", "slot"], rows, width)]
     kinds: dict[Any, list[dict[str, Any]]] = {}
     for g in p["groups"]:
-        stem = g["label"].rpartition(".")[0] if g["label"].rpartition(".")[2].isdigit() else g["label"]
-        kinds.setdefault((stem, g["nbytes"], g["of_nbytes"], g["signals"]), []).append(g)
+        kinds.setdefault((_kind(g["label"]), g["nbytes"], g["of_nbytes"], g["signals"]), []).append(g)
     rows = [
         [
             ranges([g["group"] for g in members]),
-            fold_names([g["label"] for g in members])[0].pattern,
+            names_text(g["label"] for g in members),
             human_bytes(members[0]["nbytes"]),
             f"{100 * members[0]['nbytes'] / max(1, members[0]['of_nbytes']):.0f}%",
             str(members[0]["signals"]),
@@ -242,7 +246,11 @@ def group(file: PlanFile, text: str) -> dict[str, Any]:
 def render_group(g: dict[str, Any], width: int) -> list[str]:
     head = f"group {g['group']}, {g['label']}: {plural(g['names'], 'name')}, {human_bytes(g['nbytes'])}"
     lines = paragraph(head, width, 2)
-    rows = [[n["pattern"], f"{n['count']:,}", ranges(owner["ranks"])] for owner in g["owners"] for n in owner["names"]]
+    rows = [
+        [brief(n["pattern"]), f"{n['count']:,}", ranges(owner["ranks"])]
+        for owner in g["owners"]
+        for n in owner["names"]
+    ]
     lines += ["", *table("names", ["source name", "count", "owners"], rows, width)]
     from_ranks = {w["consumer"]: w["producers"] for w in g["workers"]}
     rows = [
@@ -305,10 +313,10 @@ def render_chunk(c: dict[str, Any], width: int) -> list[str]:
         2,
     )
     for what in ("materializes", "completes"):
-        folded = ", ".join(f.pattern for f in fold_names(c[what]))
+        folded = names_text(c[what])
         lines += paragraph(f"  {what} {plural(len(c[what]), 'module')}: {folded}", width, 4) if folded else []
     rows = [
-        [" ".join(w["sources"]), w["slice"], f"{w['parameter']} {w['destination']}", human_bytes(w["nbytes"])]
+        [patterns_text(w["sources"], " "), w["slice"], f"{w['parameter']} {w['destination']}", human_bytes(w["nbytes"])]
         for w in c["writes"]
     ]
     return [*lines, "", *table("writes", ["source", "slice", "lands in", "bytes"], rows, width, text=(0, 1, 2))]
