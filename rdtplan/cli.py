@@ -5,8 +5,10 @@ Exit codes: 0 success, 1 an error (one clear message on stderr), 2 wrong usage.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,9 +24,26 @@ if TYPE_CHECKING:
 
 
 class _Group(click.Group):
-    """Prints the project's own errors as one message, without a traceback."""
+    """Prints the project's own errors, and that of an output that takes no more, as one message without a traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            if click.echo.__code__ not in (frame.f_code for frame, _ in walk_tb(error.__traceback__)):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be printed goes nowhere
+            refusal = InputError(
+                f"cannot write the output: {error.strerror}",
+                fix="make room where it goes, or print elsewhere",
+                code="RDT108",
+            )
+            click.secho(f"error {refusal}", err=True, fg="red")
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
+        if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+            ctx.color = False
         try:
             return super().invoke(ctx)
         except RdtError as error:

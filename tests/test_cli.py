@@ -215,6 +215,30 @@ def test_a_damaged_plan_is_refused_with_one_message(tmp_path: Path) -> None:
         fails(run(command, tmp_path / "nowhere"), "RDT401")
 
 
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", [["inspect", "PLAN"], ["verify", "PLAN", "--json"], ["--help"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_takes_no_more_is_one_line(tmp_path: Path, arguments: list[str], unbuffered: str) -> None:
+    write_plan(make_plan(Scenario()), tmp_path / "p")
+    command = [sys.executable, "-m", "rdtplan.cli", *(str(tmp_path / "p") if a == "PLAN" else a for a in arguments)]
+    with open("/dev/full", "w") as full:
+        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 1, done
+    assert done.stderr.startswith("error RDT108: cannot write the output: No space left on device"), done.stderr
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_colours_can_be_turned_off(tmp_path: Path) -> None:
+    """As no-color.org has it, and on terminals that know none."""
+    write_plan(make_plan(Scenario()), tmp_path / "p")
+    for arguments in (["inspect", str(tmp_path / "p")], ["inspect", str(tmp_path / "none")]):
+        for environment, colours in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
+            env = {"NO_COLOR": None, "TERM": "xterm", **environment}
+            shown = CliRunner(env=env).invoke(main, arguments, color=True)
+            assert ("\x1b" in shown.output) == colours, (arguments, environment)
+
+
 def test_manifest_command_reads_headers_and_configs(model: Path, tmp_path: Path) -> None:
     """From a config alone the names are those of the checkpoint that transformers would save."""
     result = run("manifest", model, "-o", tmp_path / "m.json")

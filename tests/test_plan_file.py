@@ -184,7 +184,10 @@ def test_a_truncated_file_is_refused_at_every_length(path: Path, data: bytes) ->
     for length in sorted(lengths):
         path.write_bytes(data[:length])
         error = refusal(path)
-        assert error.code == "RDT403" and ("truncated" in error.message or length == 0), (length, error)
+        if length:
+            assert error.code == "RDT403" and "truncated" in error.message, (length, error)
+        else:
+            assert error.code == "RDT402" and "is empty" in error.message
 
 
 def test_an_appended_file_is_refused(path: Path, data: bytes) -> None:
@@ -241,13 +244,13 @@ def test_a_lost_line_end_between_parts_is_refused(path: Path, data: bytes) -> No
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     for name, content, code in (
-        ("empty", b"", "RDT403"),
-        ("text", b"terraform {}\n", "RDT403"),
-        ("binary", bytes(range(256)), "RDT403"),
+        ("empty", b"", "RDT402"),
+        ("text", b"terraform {}\n", "RDT402"),
+        ("binary", bytes(range(256)), "RDT402"),
         ("number", b"5\n", "RDT402"),
         ("other", b'{"kind": "rdtplan.manifest"}\n', "RDT402"),
         ("array", b"[]\n", "RDT402"),
-        ("nested", b"[" * 100_000 + b"\n", "RDT403"),
+        ("nested", b"[" * 100_000 + b"\n", "RDT402"),
     ):
         target = tmp_path / name
         target.write_bytes(content)

@@ -39,6 +39,9 @@ ENTRIES_PER_BYTE = 16
 """Column entries that a file may expand to, for every byte of it; a plan of 72 workers needs less than one."""
 FREE_ENTRIES = 1 << 22
 """Column entries that any file may expand to, however small."""
+START = b'{"digest":"'
+"""What every plan file begins with: the seal is canonical JSON."""
+NAME_A_PLAN = "name the file that `rdtplan compile -o` wrote"
 RECOMPILE = "compile the plan again, or fetch an undamaged copy"
 
 
@@ -128,7 +131,7 @@ class PlanFile:
         except OSError as error:
             raise PlanFormatError(
                 f"cannot open plan {self.path}: {error.strerror}",
-                fix="name the file that `rdtplan compile -o` wrote",
+                fix=NAME_A_PLAN,
                 code="RDT401",
             ) from None
         try:
@@ -138,17 +141,27 @@ class PlanFile:
             raise
 
     def _open(self) -> None:
-        self._file = compression.plain(self._file, self.path)
+        self._file, self.nbytes = compression.plain(self._file, self.path)
         size = self._file.seek(0, os.SEEK_END)
         self._file.seek(0)
         self._budget = FREE_ENTRIES + ENTRIES_PER_BYTE * size
         line = self._file.readline(MAX_SEAL_NBYTES)
-        seal = _parse(line, f"{self.path}: line 1, the seal")
+        try:
+            seal = _parse(line, f"{self.path}: line 1, the seal")
+        except PlanFormatError:
+            if line and (line.startswith(START) or START.startswith(line)):
+                raise
+            what = f"begins with {line[:24]!r}" if line else "is empty"
+            raise PlanFormatError(
+                f"{self.path} is not a fleet plan: it {what}, a plan begins with {START!r}",
+                fix=NAME_A_PLAN,
+                code="RDT402",
+            ) from None
         if not isinstance(seal, dict) or seal.get("kind") != KIND:
             found = seal.get("kind") if isinstance(seal, dict) else type(seal).__name__
             raise PlanFormatError(
                 f"{self.path} is not a fleet plan: expected kind {KIND!r}, found {found!r}",
-                fix="name the file that `rdtplan compile -o` wrote",
+                fix=NAME_A_PLAN,
                 code="RDT402",
             )
         self._migrations = _migrations(self.path, seal.get("format"))
@@ -385,7 +398,7 @@ def _parse(line: bytes, where: str) -> Any:
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        kind = "truncated or not a plan" if line and not line.endswith(b"\n") else "not JSON"
+        kind = "truncated" if line and not line.endswith(b"\n") else "not JSON"
         raise PlanFormatError(
             f"{where} ({len(line):,} bytes) is {kind}: {str(error)[:80]}", fix=RECOMPILE, code="RDT403"
         ) from None

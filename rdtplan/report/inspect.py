@@ -19,7 +19,7 @@ def summarize(file: PlanFile) -> dict[str, Any]:
         "plan": {
             "digest": file.digest,
             "identity": file.field("identity"),
-            "format_nbytes": file.path.stat().st_size,
+            "format_nbytes": file.nbytes,
             "rdtplan": compiler.rdtplan,
             "vllm": compiler.vllm,
             "torch": compiler.torch,
