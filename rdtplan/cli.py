@@ -1,6 +1,7 @@
 """The command line. Every command imports what it needs when it runs, so that `--help` and `inspect` stay light.
 
-Exit codes: 0 success, 1 an error (one clear message on stderr), 2 wrong usage.
+Exit codes: 0 success, 1 an error or wrong usage (one clear message on stderr). Only `diff` has another: 2, for plans
+that differ.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rdtplan import __version__
-from rdtplan.cli_report import COMMANDS, check_output, show, show_json, terminal_width, write_output
+from rdtplan.cli_report import COMMANDS, check_output, need_partner, show, show_json, terminal_width, write_output
 from rdtplan.errors import InputError, RdtError
 
 if TYPE_CHECKING:
@@ -49,6 +50,16 @@ class _Group(click.Group):
         except RdtError as error:
             click.secho(f"error {error}", err=True, fg="red")
             ctx.exit(1)
+        except click.UsageError as error:
+            error.exit_code = 1  # click's own 2 is what `diff` says of plans that differ
+            raise
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            error.exit_code = 1
+            raise
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -159,7 +170,8 @@ def _place_anew(ctx: click.Context, old: Path, placement: Placement | None) -> F
     own = ("old", "expert_placement", "output")
     given = [n for n in ctx.params if n not in own and ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE]
     if placement is None or given:
-        names = ", ".join(param.opts[0] for param in ctx.command.params if param.name in given)
+        params = [param for param in ctx.command.params if param.name in given]
+        names = ", ".join(p.opts[0] if isinstance(p, click.Option) else p.human_readable_name for p in params)
         what = f"{names} cannot be changed" if given else "there is nothing to change without --expert-placement"
         raise click.UsageError(f"--from takes all but the placement of the experts from the plan: {what}")
     with PlanFile(old) as file:
@@ -170,7 +182,7 @@ def _compile_model(
     config_dir: Path, manifest_path: Path | None, placement: Placement | None, options: dict[str, Any]
 ) -> FleetPlan:
     _require("compiling a plan", "torch", "vllm")
-    from rdtplan.compiler import Fleet, compile_plan
+    from rdtplan.compiler import Fleet, compile_plan, wrong_settings
     from rdtplan.inputs.manifests import read_manifest
     from rdtplan.inputs.owners import read_owner_rules
     from rdtplan.ir.topology import InferenceTopology, TransferSettings
@@ -185,7 +197,9 @@ def _compile_model(
         entries = manifest_from_config(config_dir)
     else:
         entries = read_manifest(manifest_path)
-    ranks = options["trainer_ranks"]
+    ranks, chunk_nbytes = options["trainer_ranks"], options["max_chunk_mb"] * (1 << 20)
+    wrong = [] if 0 <= chunk_nbytes < 1 << 63 else [f"--max-chunk-mb must be 0 or more, is {options['max_chunk_mb']:g}"]
+    wrong += _wrong_jobs(options["jobs"])
     fleet = Fleet(
         topology=InferenceTopology(
             *(options[size] for size in ("tp", "pp", "dp", "ep", "replicas", "redundant_experts"))
@@ -198,12 +212,15 @@ def _compile_model(
             stages_in_flight=options["stages_in_flight"],
             staging_device=options["staging_device"],
             gather_lookahead=options["gather_lookahead"],
-            max_chunk_bytes=round(options["max_chunk_mb"] * (1 << 20)),
+            max_chunk_bytes=0 if wrong else round(chunk_nbytes),
         ),
         target=options["target"],
         placement=placement,
         waivers=tuple(map(parse_waiver, options["waive"])),
     )
+    wrong += wrong_settings(fleet, lambda name: _OPTIONS.get(name, f"--{name.replace('_', '-')}"))
+    if wrong:
+        raise InputError("; ".join(wrong), code="RDT108")
     with progress_bar() as progress:
         return compile_plan(
             config_dir,
@@ -215,6 +232,14 @@ def _compile_model(
             jobs=options["jobs"],
             progress=progress,
         )
+
+
+_OPTIONS = {"tensor_parallel": "--tp", "pipeline_parallel": "--pp", "data_parallel": "--dp"}
+"""Options that are not spelled like the field they fill."""
+
+
+def _wrong_jobs(jobs: int | None) -> list[str]:
+    return [] if jobs is None or jobs >= 1 else [f"--jobs must be 1 or more, is {jobs}"]
 
 
 def _speculative(text: str | None) -> dict[str, Any] | None:
@@ -265,6 +290,9 @@ def verify(
 
     Exits 1 when anything is wrong.
     """
+    need_partner("--model", config_dir, ("--speculative-config", speculative_config), ("--jobs", jobs))
+    if wrong := _wrong_jobs(jobs):
+        raise InputError(wrong[0], code="RDT108")
     from rdtplan.ir.file import PlanFile
     from rdtplan.report.tables import paragraph
     from rdtplan.report.units import plural
@@ -369,7 +397,11 @@ def help_code(code: str) -> None:
 
     entry = CODES.get(code.upper())
     if entry is None:
-        raise InputError(f"there is no code {code!r}", fix="docs/findings.md lists them all", code="RDT108")
+        from difflib import get_close_matches
+
+        close = get_close_matches(code.upper(), CODES, 3, 0.5)
+        fix = f"codes like it: {', '.join(close)}; " if close else ""
+        raise InputError(f"there is no code {code!r}", fix=f"{fix}docs/findings.md lists them all", code="RDT108")
     click.echo(f"{code.upper()}: {entry.title}\n  {entry.meaning}\n  what to do: {entry.remedy}")
 
 

@@ -172,7 +172,39 @@ def test_an_ownerless_name(model: Path) -> None:
 
 def test_wrong_settings_are_refused_together(model: Path) -> None:
     result = compile_rows(model, rows(model), "--tp", "0", "--num-rdt-buffers", "0", "--target", "sm12")
-    fails(result, "RDT108", "tp must be", "num_rdt_buffers must be", "'sm12'")
+    fails(result, "RDT108", "--tp must be", "--num-rdt-buffers must be", "'sm12'")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--max-chunk-mb", "nan"), "--max-chunk-mb must be 0 or more, is nan"),
+        (("--max-chunk-mb", "inf"), "--max-chunk-mb must be 0 or more, is inf"),
+        (("--max-chunk-mb", "-1"), "--max-chunk-mb must be 0 or more, is -1"),
+        (("--buffer-presize-gb", "nan"), "--buffer-presize-gb must be 0 or more, is nan"),
+        (("--jobs", "0"), "--jobs must be 1 or more, is 0"),
+        (("--redundant-experts", "-2"), "--redundant-experts must be 0 or more, is -2"),
+    ],
+    ids=" ".join,
+)
+def test_numbers_out_of_range_are_named_as_options(model: Path, options: tuple[str, str], words: str) -> None:
+    fails(run("compile", model, "--manifest", model / "manifest.json", "-o", model / "p", *options), "RDT108", words)
+
+
+def test_options_without_their_partner_are_refused(tmp_path: Path) -> None:
+    write_plan(make_plan(Scenario()), tmp_path / "p")
+    for option, value in (("--jobs", "2"), ("--speculative-config", "{}")):
+        fails(run("verify", tmp_path / "p", option, value), "RDT108", f"{option} without --model")
+    fails(run("simulate", tmp_path / "p", "--actual-sync", "1"), "RDT108", "--actual-sync without --actual")
+
+
+WRONG = [["nonsense"], ["--nonsense"], ["inspect"], ["inspect", "p", "--nonsense"], ["diff", "p"], ["compile"]]
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_wrong_usage_is_one_exit_code(arguments: list[str]) -> None:
+    """2 is for plans that differ, whoever scripts `diff`."""
+    fails(run(*arguments), "Usage:")
 
 
 def test_a_missing_output_directory_is_seen_before_the_work(model: Path) -> None:
@@ -251,6 +283,7 @@ def test_manifest_command_reads_headers_and_configs(model: Path, tmp_path: Path)
 def test_help_explains_a_code() -> None:
     assert "no trainer rank" in run("help", "RDT301").output.lower()
     fails(run("help", "RDT999"), "RDT999", "docs/findings.md")
+    fails(run("help", "rdt30"), "codes like it: RDT")
 
 
 @pytest.mark.parametrize("command", ["compile", "demo"])

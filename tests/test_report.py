@@ -287,10 +287,13 @@ def test_what_no_loader_writes_is_not_counted_among_the_parameters(plan: FleetPl
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--worker", "8"], "there is no consumer 8"),
-        (["--worker", "-1"], "there is no consumer -1"),
-        (["--producer", "4"], "there is no producer 4"),
-        (["--group", "model.layers.9"], "groups 0 to"),
+        (["--worker", "8"], "--worker 8: the plan has workers 0 to 7"),
+        (["--worker", "-1"], "--worker -1: the plan has workers 0 to 7"),
+        (["--worker", "8", "--chunk", "0"], "--worker 8: the plan has workers 0 to 7"),
+        (["--producer", "4"], "--producer 4: the plan has trainer ranks 0 to 3"),
+        (["--group", "foo"], "groups 0 to 4, such as 'model.layers.1'"),
+        (["--group", "foo"], "that `rdtplan inspect --producer 0` shows"),
+        (["--group", "model.layer.2"], "labels like it: model.layers.2"),
         (["--chunk", "99"], "worker 0 has chunks 0 to"),
         (["--worker", "0", "--producer", "0"], "--worker and --producer do not go together"),
         (["--group", "0", "--chunk", "0"], "--group and --chunk do not go together"),
@@ -445,6 +448,11 @@ def test_an_unknown_name_gets_suggestions(path: Path) -> None:
     assert shown.exit_code == 1 and "RDT108" in shown.output and "up_proj" in shown.output
 
 
+def test_a_source_name_is_not_denied(path: Path) -> None:
+    shown = run("explain", path, "model.layers.2.mlp.experts.3.up_proj.weight", "--parameter")
+    assert shown.exit_code == 1 and "is a source name" in shown.output and "leave --parameter out" in shown.output
+
+
 def test_fills_and_aliases_are_told(tmp_path: Path) -> None:
     sizes = evolve(SIZES, vocab=13, vocab_padding=4, tied=True)
     write_plan(make_plan(Scenario(sizes=sizes)), tmp_path / "p")
@@ -528,6 +536,15 @@ def test_a_new_loader_under_the_same_inputs_is_said_to_be_one(plan: FleetPlan) -
     found = compared(plan, other)
     assert not found.same and "no input differs" in headline(found)
     assert any(e.kind.startswith("writes of worker") for e in found.effects), found.effects
+
+
+def test_a_forged_plan_is_not_called_the_same(plan: FleetPlan, path: Path, tmp_path: Path) -> None:
+    """Its identity is that of the other as it was written, and what the identity stands for is not."""
+    other = evolve(plan.settings, num_rdt_buffers=3)
+    for k, forged in enumerate((evolve(plan, manifest_digest="0" * 64), evolve(plan, settings=other))):
+        write_plan(forged, tmp_path / str(k))
+        shown = run("diff", path, tmp_path / str(k))
+        assert shown.exit_code == 1 and "RDT330" in shown.output and "rdtplan verify" in shown.output, shown.output
 
 
 @settings(max_examples=15)

@@ -187,6 +187,23 @@ def test_wrong_costs_are_refused(files: tuple[Path, Path]) -> None:
         ("--latency", "x"),
         ("--gather-time", "-1"),
         ("--scatter-bandwidth", "z"),
+        ("--scatter-bandwidth", ""),
+        ("--latency", "1e400"),
+        ("--gather-time", "1e300s"),
+        ("--bandwidth", "1e300GB/s"),
+        ("--bandwidth", "1e-300"),
+        ("--bandwidth", "1.2.3"),
     ):
         shown = invoke("simulate", files[0], option, value)
-        assert shown.exit_code == 1 and option in shown.output
+        assert shown.exit_code == 1 and "RDT108" in shown.output and option in shown.output
+    for option, value in (("--latency", "1e9s"), ("--bandwidth", "5e-1GB/s"), ("--bandwidth", "1e9")):
+        assert invoke("simulate", files[0], option, value).exit_code == 0, (option, value)
+
+
+def test_a_timeline_is_never_folded(files: tuple[Path, Path]) -> None:
+    """Where it does not fit it is left out."""
+    for columns in (40, 60, 70, 80, 100):
+        shown = CliRunner(env={"COLUMNS": str(columns)}).invoke(main, ["simulate", str(files[0])]).output
+        lines = [line for line in shown.splitlines() if set(line) & set("▁▂▃▄▅▆▇█")]
+        assert all(len(line) <= columns and line.strip("▁▂▃▄▅▆▇█ ") for line in lines), shown
+        assert len(lines) + shown.count("(not shown at this width: use over") == 3, shown

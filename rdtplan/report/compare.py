@@ -13,6 +13,7 @@ from typing import Any
 
 from attrs import fields, frozen
 
+from rdtplan.errors import PlanError
 from rdtplan.ir.dtypes import itemsize
 from rdtplan.ir.experts import differences
 from rdtplan.ir.plan import ConsumerPlan, Program
@@ -74,10 +75,11 @@ class PlanDiff:
 
 
 def compare(a: PlanView, b: PlanView) -> PlanDiff:
-    """Everything that differs between two plans."""
+    """Everything that differs between two plans. PlanError RDT330 when one of them must have been forged."""
     identities = (a.field("identity"), b.field("identity"))
     causes = tuple(_causes(a, b))
     if identities[0] == identities[1]:
+        _check_identities(identities[0], causes)
         effects = () if a.digest == b.digest else tuple(_provenance(_workers(a), _workers(b)))
         return PlanDiff(True, identities, causes, (), effects)
     before, after = _workers(a), _workers(b)
@@ -90,6 +92,21 @@ def compare(a: PlanView, b: PlanView) -> PlanDiff:
         *_provenance(before, after),
     )
     return PlanDiff(False, identities, causes, tuple(_figures(a, b)), effects)
+
+
+_DECIDING = ("compiler.target", "model.", "topology.", "settings.", "ownership", "manifest", "program.")
+"""Inputs that are in the identity, by the start of `Change.field`."""
+
+
+def _check_identities(identity: str, causes: tuple[Change, ...]) -> None:
+    """PlanError RDT330 when plans say that they are the same and have inputs that make them differ."""
+    other = [c.text for c in causes if c.field.startswith(_DECIDING)]
+    if other:
+        raise PlanError(
+            f"both plans have the identity {identity[:16]}, which cannot be: {'; '.join(other)}",
+            fix="run `rdtplan verify` on both; one of them was changed by something else than rdtplan",
+            code="RDT330",
+        )
 
 
 def _workers(plan: PlanView) -> list[ConsumerPlan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from difflib import get_close_matches
 from typing import Any
 
 from rdtplan.errors import InputError
@@ -21,9 +22,17 @@ def workers_of(file: PlanFile) -> list[ConsumerPlan]:
     return [file.consumer(c) for c in range(file.field("topology").workers)]
 
 
+def _within(option: str, things: str, number: int, count: int, whose: str = "the plan") -> int:
+    """The number itself. InputError RDT108 when there is no such thing."""
+    if 0 <= number < count:
+        return number
+    has = f"has {things} 0 to {count - 1}" if count else f"has no {things}"
+    raise InputError(f"{option} {number}: {whose} {has}", code="RDT108")
+
+
 def worker(file: PlanFile, number: int) -> dict[str, Any]:
     """What one worker pulls, from whom, and where it goes."""
-    me = file.consumer(number)
+    me = file.consumer(_within("--worker", "workers", number, file.field("topology").workers))
     program, groups = me.program, file.field("groups")
     chunks, routing = program.chunks, me.routing
     alike = [c.consumer_id for c in workers_of(file) if c.program is program]
@@ -130,7 +139,8 @@ def _chunk_runs(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def producer(file: PlanFile, rank: int) -> dict[str, Any]:
     """What one trainer rank publishes and serves."""
-    me, groups, memory = file.producer(rank), file.field("groups"), file.field("memory")
+    me = file.producer(_within("--producer", "trainer ranks", rank, file.field("ownership").ranks))
+    groups, memory = file.field("groups"), file.field("memory")
     servings = []
     for s in me.servings:
         nbytes = file.table(s.consumer_id, "chunks").nbytes
@@ -198,9 +208,12 @@ def find_group(file: PlanFile, text: str) -> int:
     for k, group in enumerate(groups):
         if text in (str(k), group.label):
             return k
+    close = get_close_matches(text, [group.label for group in groups], 3)
     raise InputError(
         f"--group {text!r}: the plan has groups 0 to {len(groups) - 1}, such as {groups[len(groups) // 2].label!r}",
-        fix="give a number or a label that `rdtplan inspect --worker 0` shows",
+        fix=f"labels like it: {', '.join(close)}"
+        if close
+        else "give a number or a label that `rdtplan inspect --producer 0` shows",
         code="RDT108",
     )
 
@@ -269,10 +282,9 @@ def render_group(g: dict[str, Any], width: int) -> list[str]:
 
 def chunk(file: PlanFile, consumer: int, number: int) -> dict[str, Any]:
     """One chunk of one worker: what it packs and where every slice goes. InputError RDT108 when there is none."""
-    me, manifest = file.consumer(consumer), file.field("manifest")
-    program, chunks = me.program, me.program.chunks
-    if not 0 <= number < len(chunks):
-        raise InputError(f"--chunk {number}: worker {consumer} has chunks 0 to {len(chunks) - 1}", code="RDT108")
+    me = file.consumer(_within("--worker", "workers", consumer, file.field("topology").workers))
+    manifest, program, chunks = file.field("manifest"), me.program, me.program.chunks
+    _within("--chunk", "chunks", number, len(chunks), f"worker {consumer}")
     first = chunks.scatter_end[number - 1] if number else 0
     k = file.field("settings").num_rdt_buffers
     lines = fold(describe(me, manifest, range(first, chunks.scatter_end[number])))

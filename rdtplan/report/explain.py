@@ -66,6 +66,12 @@ def explain(file: PlanFile, query: str, *, parameters: bool = False) -> list[Exp
     found = _explain_parameters(manifest, consumers, query)
     if found:
         return found
+    if parameters and _matching(manifest.names, query):
+        raise InputError(
+            f"{query!r} is a source name, not a parameter of the vLLM model",
+            fix="leave --parameter out",
+            code="RDT108",
+        )
     every = [template(n) for n in manifest.names] + [n for c in consumers[:1] for n in c.program.parameters.names]
     close = get_close_matches(query, dict.fromkeys(every), 3, 0.5) or get_close_matches(template(query), set(every), 3)
     raise InputError(

@@ -115,7 +115,7 @@ def _link_table(rows: list[dict[str, Any]], title: str, width: int) -> list[str]
         ]
         for (nbytes, pulls, _, line), members in folded.items()
     ]
-    return table(title, ["", "bytes each", "pulls", "use", "until", "use over time"], cells, width, text=(0, 5))
+    return table(title, ["", "bytes each", "pulls", "use", "until", "use over time"], cells, width, graphs=(5,))
 
 
 # -- a recorded run ------------------------------------------------------------------------------------------------
