@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -585,6 +586,61 @@ def test_help_is_light() -> None:
     assert shown.rstrip().endswith("[]") and re.search(r"simulate +Predict one sync", shown), shown
 
 
+def test_one_thing_is_not_many(tmp_path: Path) -> None:
+    write_plan(make_plan(Scenario(sizes=SIZES, topology=InferenceTopology(2))), tmp_path / "p")
+    assert "2 workers, 1 trainer rank, " in run("verify", tmp_path / "p").output
+    assert "held by trainer rank 0\n" in run("explain", tmp_path / "p", "lm_head.weight").output
+    write_plan(make_plan(evolve(BASE, topology=InferenceTopology(2, replicas=2))), tmp_path / "q")
+    assert "same program: worker 2\n" in run("inspect", tmp_path / "q", "--worker", "0").output
+
+
 @pytest.mark.parametrize("module", ["boxes", "names", "units", "writes"])
 def test_examples_in_docstrings_hold(module: str) -> None:
     assert doctest.testmod(importlib.import_module(f"rdtplan.report.{module}")).failed == 0
+
+
+# -- the keys of --json --------------------------------------------------------------------------------------------
+
+JSON_ROW = re.compile(r"^\| `(?P<command>[^`]*)` \| (?:`(?P<path>[^`]*)`)? ?\| (?P<keys>.*) \|$", re.MULTILINE)
+
+
+def objects(value: Any, path: str = "") -> Iterator[tuple[str, frozenset[str]]]:
+    """Every object in a JSON value: its path, with [] for the members of an array, and its keys."""
+    if isinstance(value, list):
+        for member in value:
+            yield from objects(member, path + "[]")
+    elif isinstance(value, dict):
+        yield path, frozenset(value)
+        for key, member in value.items():
+            yield from objects(member, f"{path}.{key}" if path else key)
+
+
+def test_the_page_names_every_key_of_json(redundant: Path, tmp_path: Path) -> None:
+    """docs/json.md lists the objects that each command gives, and their keys; no more and no less."""
+    records = [{"role": "consumer", "id": 0, "sync": 1, "seconds": 1.0, "chunks": [[0, 0.0, 0.1, 0.2, 0.3]]}]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "manifest.json").write_text(json.dumps([["other.weight", "bfloat16", [4]]]))
+    other = ROOT / "tests" / "golden" / "1.0-replicas.plan"
+    commands: dict[str, list[str | Path]] = {
+        "inspect": [redundant],
+        "inspect --worker": [redundant, "--worker", "0"],
+        "inspect --producer": [redundant, "--producer", "0"],
+        "inspect --group": [redundant, "--group", "1"],
+        "inspect --chunk": [redundant, "--chunk", "1"],
+        "mem": [redundant],
+        "explain": [redundant, "*"],
+        "diff": [redundant, other],
+        "simulate": [redundant, "--actual", tmp_path / "run.jsonl"],
+        "verify": [redundant, "--manifest", tmp_path / "manifest.json"],
+    }
+    given = {
+        (name, path, keys)
+        for name, arguments in commands.items()
+        for path, keys in objects(json.loads(run(name.split()[0], *arguments, "--json").output))
+    }
+    listed = {
+        (row["command"], row["path"] or "", frozenset(re.findall(r"`(\w+)`", row["keys"])))
+        for row in JSON_ROW.finditer((ROOT / "docs" / "json.md").read_text())
+    }
+    assert given - listed == set(), "not in docs/json.md"
+    assert listed - given == set(), "only in docs/json.md"

@@ -166,6 +166,7 @@ def test_a_recorded_run_is_laid_over_the_prediction(files: tuple[Path, Path]) ->
         ("consumer", 1, 3.0),
         ("producer", 0, None),
     ]
+    assert data["late_chunks"][0]["label"] in shown.output.partition("landed latest")[2]
     assert data["late_chunks"][0]["chunk"] == 3 and 0.99 < data["late_chunks"][0]["late_s"] < 1.01
     earlier = json.loads(invoke(*arguments, "--json", "--actual-sync", "0").output)["actual"]
     assert earlier["sync"] == 0 and len(earlier["processes"]) == 1
@@ -179,6 +180,26 @@ def test_a_file_without_a_run_is_refused(files: tuple[Path, Path], text: str) ->
     recorded.write_text(text)
     shown = invoke("simulate", plan, "--actual", recorded)
     assert shown.exit_code == 1 and "RDT108" in shown.output and "Traceback" not in shown.output
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (record("consumer", 2, 1), "consumer 2 was recorded, the plan has workers 0-1"),
+        (record("producer", 7, 1), "producer 7 was recorded, the plan has trainer ranks 0-1"),
+        (record("consumer", 0, 1, seconds=-1.5), "line 1: seconds is -1.5"),
+        (record("watcher", 0, 1), "no record of a consumer or producer"),
+    ],
+)
+def test_records_of_another_fleet_are_refused(files: tuple[Path, Path], line: str, words: str) -> None:
+    files[1].write_text(line)
+    shown = invoke("simulate", files[0], "--actual", files[1])
+    assert shown.exit_code == 1 and "RDT108" in shown.output and words in shown.output, shown.output
+
+
+def test_a_sync_that_was_not_recorded_is_named(files: tuple[Path, Path]) -> None:
+    shown = invoke("simulate", files[0], "--actual", files[1], "--actual-sync", "9")
+    assert shown.exit_code == 1 and "--actual-sync 9: " in shown.output and "has syncs 0-1" in shown.output
 
 
 def test_wrong_costs_are_refused(files: tuple[Path, Path]) -> None:

@@ -123,6 +123,8 @@ class PlanFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """PlanFormatError when the file is missing, truncated, edited, or of an unknown major version."""
+        if not os.fspath(path):
+            raise PlanFormatError("cannot open a plan: the path is empty", fix=NAME_A_PLAN, code="RDT401")
         self.path = Path(path)
         self._parts: dict[tuple[int, Any], Any] = {}
         self._expanded = 0

@@ -19,7 +19,7 @@ from rdtplan.ir.experts import differences
 from rdtplan.ir.plan import ConsumerPlan, Program
 from rdtplan.ir.view import PlanView, placement_of
 from rdtplan.report.names import fold_names, template
-from rdtplan.report.units import human_bytes, plural, ranges
+from rdtplan.report.units import human_bytes, numbered, plural
 
 FULL_COMPARISONS = 2
 """Pairs of programs that are compared write by write; ranks of one fleet differ in the same way."""
@@ -181,7 +181,7 @@ def _other_owners(a: PlanView, b: PlanView) -> bool:
 
 def _owner_texts(plan: PlanView) -> dict[str, str]:
     o = plan.field("ownership")
-    texts = [f"ranks {ranges(c)}" for c in o.classes]
+    texts = [numbered("rank", c) for c in o.classes]
     return {name: texts[o.class_of[k]] for k, name in enumerate(plan.field("manifest").names)}
 
 

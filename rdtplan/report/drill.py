@@ -13,7 +13,7 @@ from rdtplan.report.inspect import collapse
 from rdtplan.report.memory import parameters_nbytes
 from rdtplan.report.names import brief, fold_names, names_text, patterns_text
 from rdtplan.report.tables import paragraph, table
-from rdtplan.report.units import human_bytes, plural, ranges
+from rdtplan.report.units import human_bytes, numbered, plural, ranges
 from rdtplan.report.writes import describe, fold
 
 
@@ -89,7 +89,7 @@ def render_worker(w: dict[str, Any], width: int) -> list[str]:
         2,
     )
     if others:
-        lines += paragraph(f"  same program: workers {ranges(others)}", width, 4)
+        lines += paragraph(f"  same program: {numbered('worker', others)}", width, 4)
     rows = [[str(p["rank"]), f"{p['pulls']:,}", human_bytes(p["nbytes"])] for p in w["producers"]]
     lines += ["", *table("pulled from", ["rank", "pulls", "bytes"], rows, width)]
     runs = _chunk_runs(w["chunks"])

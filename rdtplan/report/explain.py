@@ -22,7 +22,7 @@ from rdtplan.ir.traces import Parameters
 from rdtplan.report.drill import workers_of
 from rdtplan.report.names import indices, names_text, template
 from rdtplan.report.tables import paragraph, table
-from rdtplan.report.units import human_bytes, plural, ranges
+from rdtplan.report.units import human_bytes, numbered, plural, ranges
 from rdtplan.report.writes import WriteLine, describe, fold, letters_text
 
 SHOWN = 12
@@ -369,10 +369,10 @@ def _render_one(e: Explained, width: int) -> list[str]:
         others = f"{plural(count, 'name')} that {'travels' if count == 1 else 'travel'} as it does{slots}"
         lines += paragraph(f"  and {others}: {names_text(e.like_it)}", width, 4)
     if e.direction == "source":
-        lines += paragraph(f"  gathered with group {e.group}, held by trainer ranks {ranges(e.owners)}", width, 4)
+        lines += paragraph(f"  gathered with group {e.group}, held by {numbered('trainer rank', e.owners)}", width, 4)
     else:
         alias = f", also known as {', '.join(e.aliases)}" if e.aliases else ""
-        lines += paragraph(f"  of module {e.group} on workers {ranges(e.workers)}{alias}", width, 4)
+        lines += paragraph(f"  of module {e.group} on {numbered('worker', e.workers)}{alias}", width, 4)
     for fill in dict.fromkeys(e.fills):
         lines += paragraph(f"  {fill}", width, 4)
     if not e.writes:

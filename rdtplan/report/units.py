@@ -113,6 +113,16 @@ def ranges(numbers: Iterable[int], limit: int = 6) -> str:
     return shown if len(runs) <= limit else f"{shown}, ... {runs[-1][1]}"
 
 
+def numbered(noun: str, numbers: Iterable[int]) -> str:
+    """Things by their numbers.
+
+    >>> numbered("worker", [3]), numbered("worker", [0, 1, 2])
+    ('worker 3', 'workers 0-2')
+    """
+    which = sorted(set(numbers))
+    return f"{noun if len(which) == 1 else noun + 's'} {ranges(which) or 'none'}"
+
+
 def plural(n: int, noun: str) -> str:
     """`1 chunk`, `2 chunks`, `2 copies`."""
     if n == 1:
