@@ -67,15 +67,13 @@ def check(
     compared with the sources that the plan has.
     Findings that the plan's waivers accept are among them; `rdtplan.verify.waived` tells.
     """
-    from rdtplan.inputs.manifests import read_manifest
     from rdtplan.ir.plan import FleetPlan
     from rdtplan.verify import check_entries, check_loaders, verify_fleet
 
     whole = plan if isinstance(plan, FleetPlan) else load(plan)
     findings = verify_fleet(whole)
     if manifest is not None:
-        given = read_manifest(manifest) if isinstance(manifest, str | os.PathLike) else manifest
-        findings += check_entries(whole, given)
+        findings += check_entries(whole, _entries(manifest))
     if model is not None and not any(f.code in ("RDT330", "RDT331") for f in findings):
         from rdtplan.compiler import recompile
 
@@ -138,7 +136,6 @@ def compile(
     InputError, TraceError or PlanError when there is no such plan; a plan that is returned is complete.
     """
     from rdtplan.compiler import Fleet, compile_plan
-    from rdtplan.inputs.manifests import read_manifest
     from rdtplan.inputs.owners import read_owner_rules
     from rdtplan.ir.topology import InferenceTopology, TransferSettings
 
@@ -146,10 +143,8 @@ def compile(
         from rdtplan.inputs.config_manifest import manifest_from_config
 
         entries = manifest_from_config(config_dir)
-    elif isinstance(manifest, str | os.PathLike):
-        entries = read_manifest(manifest)
     else:
-        entries = list(manifest)
+        entries = _entries(manifest)
     rules = read_owner_rules(owners, trainer_ranks) if isinstance(owners, str | os.PathLike) else owners
     fleet = Fleet(
         topology=InferenceTopology(
@@ -159,7 +154,7 @@ def compile(
         owner_rules=None if rules is None else tuple(rules),
         settings=settings or TransferSettings(),
         target=target,
-        placement=_placement(expert_placement),
+        placement=None if expert_placement is None else _placement(expert_placement),
         waivers=tuple(waivers),
     )
     return compile_plan(
@@ -184,12 +179,28 @@ def place_experts(plan: FleetPlan | Path, placement: Path | Placement) -> FleetP
     from rdtplan.compiler import place_experts
     from rdtplan.ir.plan import FleetPlan
 
-    rows = _placement(placement)
-    assert rows is not None
-    return place_experts(plan if isinstance(plan, FleetPlan) else load(plan), rows)
+    return place_experts(plan if isinstance(plan, FleetPlan) else load(plan), _placement(placement))
 
 
-def _placement(given: Path | Placement | None) -> Placement | None:
-    from rdtplan.inputs.experts import read_placement
+def _placement(given: Path | Placement) -> Placement:
+    from rdtplan.inputs.experts import check_placement, read_placement
 
-    return read_placement(given) if isinstance(given, str | os.PathLike) else given
+    return read_placement(given) if isinstance(given, str | os.PathLike) else check_placement(given, "placement")
+
+
+def _entries(given: Path | Iterable[SourceTensor]) -> list[SourceTensor]:
+    from rdtplan.errors import InputError
+    from rdtplan.inputs.manifests import read_manifest
+    from rdtplan.ir.manifest import SourceTensor
+
+    if isinstance(given, str | os.PathLike):
+        return read_manifest(given)
+    entries = list(given)
+    for k, entry in enumerate(entries):
+        if not isinstance(entry, SourceTensor):
+            raise InputError(
+                f"manifest: entry {k} is {str(entry)[:60]}, a {type(entry).__name__}",
+                fix="give a path, or entries of rdtplan.ir.manifest.SourceTensor",
+                code="RDT104",
+            )
+    return entries

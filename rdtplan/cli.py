@@ -1,34 +1,65 @@
 """The command line. Every command imports what it needs when it runs, so that `--help` and `inspect` stay light.
 
-Exit codes: 0 success, 1 an error (one clear message on stderr), 2 wrong usage.
+Exit codes: 0 success, 1 an error or wrong usage (one clear message on stderr). Only `diff` has another: 2, for plans
+that differ.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from rdtplan import __version__
-from rdtplan.cli_report import COMMANDS
+from rdtplan.cli_report import COMMANDS, check_output, need_partner, show, show_json, terminal_width, write_output
 from rdtplan.errors import InputError, RdtError
 
 if TYPE_CHECKING:
     from rdtplan.ir.experts import Placement
     from rdtplan.ir.plan import FleetPlan
+    from rdtplan.verify import Finding
 
 
 class _Group(click.Group):
-    """Prints the project's own errors as one message, without a traceback."""
+    """Prints the project's own errors, and that of an output that takes no more, as one message without a traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            if click.echo.__code__ not in (frame.f_code for frame, _ in walk_tb(error.__traceback__)):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be printed goes nowhere
+            refusal = InputError(
+                f"cannot write the output: {error.strerror}",
+                fix="make room where it goes, or print elsewhere",
+                code="RDT108",
+            )
+            click.secho(f"error {refusal}", err=True, fg="red")
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
+        if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+            ctx.color = False
         try:
             return super().invoke(ctx)
         except RdtError as error:
             click.secho(f"error {error}", err=True, fg="red")
             ctx.exit(1)
+        except click.UsageError as error:
+            error.exit_code = 1  # click's own 2 is what `diff` says of plans that differ
+            raise
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            error.exit_code = 1
+            raise
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -108,10 +139,9 @@ def compile(
     """Compile the fleet plan of the model in CONFIG_DIR. Needs vLLM, no GPU."""
     from rdtplan.inputs.experts import read_placement
     from rdtplan.ir.file import write_plan
-    from rdtplan.report.units import human_bytes
+    from rdtplan.report.units import human_bytes, plural
 
-    if not output.absolute().parent.is_dir():
-        raise InputError(f"--output: the directory {output.absolute().parent} does not exist", code="RDT108")
+    check_output(output, manifest_path, expert_placement, options["owners"])
     placement = None if expert_placement is None else read_placement(expert_placement)
     if old is not None:
         plan = _place_anew(ctx, old, placement)
@@ -123,8 +153,8 @@ def compile(
     size = output.stat().st_size
     o = plan.overview
     click.echo(
-        f"{output}: {human_bytes(size)}, digest {digest[:16]}, {plan.topology.workers} workers, "
-        f"{max(o.pulls)} pulls and {human_bytes(max(o.pulled_nbytes))} at most a worker"
+        f"{output}: {human_bytes(size)}, digest {digest[:16]}, {plural(plan.topology.workers, 'worker')}, "
+        f"{plural(max(o.pulls), 'pull')} and {human_bytes(max(o.pulled_nbytes))} at most a worker"
     )
     for note in plan.notes:
         click.echo(f"note: {note}")
@@ -140,7 +170,8 @@ def _place_anew(ctx: click.Context, old: Path, placement: Placement | None) -> F
     own = ("old", "expert_placement", "output")
     given = [n for n in ctx.params if n not in own and ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE]
     if placement is None or given:
-        names = ", ".join(param.opts[0] for param in ctx.command.params if param.name in given)
+        params = [param for param in ctx.command.params if param.name in given]
+        names = ", ".join(p.opts[0] if isinstance(p, click.Option) else p.human_readable_name for p in params)
         what = f"{names} cannot be changed" if given else "there is nothing to change without --expert-placement"
         raise click.UsageError(f"--from takes all but the placement of the experts from the plan: {what}")
     with PlanFile(old) as file:
@@ -151,7 +182,7 @@ def _compile_model(
     config_dir: Path, manifest_path: Path | None, placement: Placement | None, options: dict[str, Any]
 ) -> FleetPlan:
     _require("compiling a plan", "torch", "vllm")
-    from rdtplan.compiler import Fleet, compile_plan
+    from rdtplan.compiler import Fleet, compile_plan, wrong_settings
     from rdtplan.inputs.manifests import read_manifest
     from rdtplan.inputs.owners import read_owner_rules
     from rdtplan.ir.topology import InferenceTopology, TransferSettings
@@ -166,7 +197,9 @@ def _compile_model(
         entries = manifest_from_config(config_dir)
     else:
         entries = read_manifest(manifest_path)
-    ranks = options["trainer_ranks"]
+    ranks, chunk_nbytes = options["trainer_ranks"], options["max_chunk_mb"] * (1 << 20)
+    wrong = [] if 0 <= chunk_nbytes < 1 << 63 else [f"--max-chunk-mb must be 0 or more, is {options['max_chunk_mb']:g}"]
+    wrong += _wrong_jobs(options["jobs"])
     fleet = Fleet(
         topology=InferenceTopology(
             *(options[size] for size in ("tp", "pp", "dp", "ep", "replicas", "redundant_experts"))
@@ -179,12 +212,15 @@ def _compile_model(
             stages_in_flight=options["stages_in_flight"],
             staging_device=options["staging_device"],
             gather_lookahead=options["gather_lookahead"],
-            max_chunk_bytes=round(options["max_chunk_mb"] * (1 << 20)),
+            max_chunk_bytes=0 if wrong else round(chunk_nbytes),
         ),
         target=options["target"],
         placement=placement,
         waivers=tuple(map(parse_waiver, options["waive"])),
     )
+    wrong += wrong_settings(fleet, lambda name: _OPTIONS.get(name, f"--{name.replace('_', '-')}"))
+    if wrong:
+        raise InputError("; ".join(wrong), code="RDT108")
     with progress_bar() as progress:
         return compile_plan(
             config_dir,
@@ -196,6 +232,14 @@ def _compile_model(
             jobs=options["jobs"],
             progress=progress,
         )
+
+
+_OPTIONS = {"tensor_parallel": "--tp", "pipeline_parallel": "--pp", "data_parallel": "--dp"}
+"""Options that are not spelled like the field they fill."""
+
+
+def _wrong_jobs(jobs: int | None) -> list[str]:
+    return [] if jobs is None or jobs >= 1 else [f"--jobs must be 1 or more, is {jobs}"]
 
 
 def _speculative(text: str | None) -> dict[str, Any] | None:
@@ -246,8 +290,13 @@ def verify(
 
     Exits 1 when anything is wrong.
     """
+    need_partner("--model", config_dir, ("--speculative-config", speculative_config), ("--jobs", jobs))
+    if wrong := _wrong_jobs(jobs):
+        raise InputError(wrong[0], code="RDT108")
     from rdtplan.ir.file import PlanFile
-    from rdtplan.verify import check_entries, verify_fleet, waived
+    from rdtplan.report.tables import paragraph
+    from rdtplan.report.units import plural
+    from rdtplan.verify import check_entries, unwaived, verify_fleet, waived
 
     with PlanFile(plan) as file:
         fleet = file.fleet()
@@ -270,30 +319,54 @@ def verify(
                 fleet, config_dir, speculative=_speculative(speculative_config), jobs=jobs, progress=progress
             )
         findings += check_loaders(fleet, fresh)
-    open_findings = [f for f in findings if f.severity == "error" and not waived(f, fleet.waivers)]
+    wrong = unwaived(findings, fleet.waivers)
     if as_json:
-        import orjson
-
         rows = [
-            {"code": f.code, "sentence": f.sentence, "names": list(f.names), "waived": waived(f, fleet.waivers)}
+            {
+                "code": f.code,
+                "severity": f.severity,
+                "sentence": f.sentence,
+                "names": list(f.names),
+                "waived": waived(f, fleet.waivers),
+            }
             for f in findings
         ]
-        click.echo(orjson.dumps({"digest": digest, "findings": rows}, option=orjson.OPT_INDENT_2).decode())
+        show_json({"digest": digest, "sound": not wrong, "findings": rows})
     else:
-        for finding in findings:
-            if finding.severity == "note" or finding in open_findings:
-                click.secho(str(finding), fg="yellow" if finding.severity == "note" else "red")
-        if not open_findings:
+        width = terminal_width(pipe=sys.maxsize)  # there, one line a finding
+        _show_findings([f for f in findings if f.severity == "note"], "yellow", width)
+        _show_findings(wrong, "red", width)
+        if not wrong:
             count = sum(f.severity == "error" for f in findings)
-            accepted = f" ({count} findings waived)" if count else ""
-            click.echo(
-                f"{plan}: sound. {len(fleet.consumers)} workers, {len(fleet.producers)} trainer ranks, "
-                f"{fleet.overview.source_names:,} source names; every element is written once{accepted}"
+            accepted = f" ({plural(count, 'finding')} waived)" if count else ""
+            sound = (
+                f"{plan}: sound. {plural(len(fleet.consumers), 'worker')}, "
+                f"{plural(len(fleet.producers), 'trainer rank')}, "
+                f"{plural(fleet.overview.source_names, 'source name')}; every element is written once{accepted}"
             )
+            show(paragraph(sound, width, 2))
             if config_dir is not None:
-                click.echo(f"the loaders of vllm {fresh.compiler.vllm} do what the plan says")
-    if open_findings:
+                show(paragraph(f"the loaders of vllm {fresh.compiler.vllm} do what the plan says", width, 2))
+    if wrong:
         sys.exit(1)
+
+
+FINDINGS_SHOWN = 8
+"""Findings of one code that `verify` prints; `--json` has them all."""
+
+
+def _show_findings(findings: list[Finding], colour: str, width: int) -> None:
+    """The first of every code, and how many more there are."""
+    from rdtplan.report.tables import paragraph
+
+    by_code: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_code.setdefault(finding.code, []).append(finding)
+    for code, members in by_code.items():
+        for finding in members[:FINDINGS_SHOWN]:
+            show(click.style(line, fg=colour) for line in paragraph(str(finding), width, 2))
+        if len(members) > FINDINGS_SHOWN:
+            show(paragraph(f"... and {len(members) - FINDINGS_SHOWN:,} more of {code}; --json lists all", width, 2))
 
 
 @main.command()
@@ -304,6 +377,7 @@ def manifest(source: Path, output: Path) -> None:
     from rdtplan.inputs.manifests import read_manifest, to_json
     from rdtplan.ir.manifest import build_manifest
 
+    check_output(output, source)
     if source.is_dir() and not any(source.glob("*.safetensors*")) and (source / "config.json").exists():
         from rdtplan.inputs.config_manifest import manifest_from_config
 
@@ -311,10 +385,7 @@ def manifest(source: Path, output: Path) -> None:
     else:
         entries = read_manifest(source)
     built = build_manifest(entries)
-    try:
-        output.write_bytes(to_json(entries))
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror}", code="RDT108") from None
+    write_output(output, to_json(entries))
     click.echo(f"{output}: {len(built):,} source names, {sum(built.nbytes(k) for k in range(len(built))):,} bytes")
 
 
@@ -326,18 +397,20 @@ def help_code(code: str) -> None:
 
     entry = CODES.get(code.upper())
     if entry is None:
-        raise InputError(f"there is no code {code!r}", fix="docs/findings.md lists them all", code="RDT108")
+        from difflib import get_close_matches
+
+        close = get_close_matches(code.upper(), CODES, 3, 0.5)
+        fix = f"codes like it: {', '.join(close)}; " if close else ""
+        raise InputError(f"there is no code {code!r}", fix=f"{fix}docs/findings.md lists them all", code="RDT108")
     click.echo(f"{code.upper()}: {entry.title}\n  {entry.meaning}\n  what to do: {entry.remedy}")
 
 
 @main.command()
 def schema() -> None:
     """Print the JSON Schema (2020-12) of the plan format."""
-    import orjson
-
     from rdtplan.ir.schema import plan_schema
 
-    click.echo(orjson.dumps(plan_schema(), option=orjson.OPT_INDENT_2).decode())
+    show_json(plan_schema())
 
 
 @main.command()

@@ -1,6 +1,6 @@
 """The commands that look at finished plans. They import neither torch nor vLLM.
 
-Exit codes: 0 success, 1 an error; `diff` exits 0 when the plans are the same, 2 when they differ and 1 on any error.
+Exit codes: 0 success, 1 an error or wrong usage; `diff` exits 0 when the plans are the same and 2 when they differ.
 """
 
 from __future__ import annotations
@@ -35,11 +35,43 @@ def show_json(value: Any) -> None:
     click.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
 
 
-def terminal_width() -> int:
-    """Columns to keep to: COLUMNS, else the terminal, else `PIPE_WIDTH`."""
+def terminal_width(pipe: int = PIPE_WIDTH) -> int:
+    """Columns to keep to: COLUMNS, else the terminal, else `pipe`."""
     if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
-        return PIPE_WIDTH
+        return pipe
     return max(20, shutil.get_terminal_size().columns)
+
+
+def check_output(output: Path, *inputs: Path | None) -> None:
+    """Before any work: InputError RDT108 when `output` cannot be written, or is one of the files that are read."""
+    from rdtplan.output import place_of
+
+    try:
+        place = place_of(output)
+    except OSError as error:
+        raise InputError(f"--output: cannot write {output}: {error.strerror}", code="RDT108") from None
+    for path in inputs:
+        if path is not None and path.resolve() == place:
+            raise InputError(
+                f"--output {output} is {path}, which this command reads", fix="name another file", code="RDT108"
+            )
+
+
+def write_output(output: Path, data: bytes) -> None:
+    """Write a file whole or not at all. InputError RDT108 when that cannot be done."""
+    from rdtplan.output import write_whole
+
+    try:
+        write_whole(output, data)
+    except OSError as error:
+        raise InputError(f"--output: cannot write {output}: {error.strerror}", code="RDT108") from None
+
+
+def need_partner(option: str, value: Any, *others: tuple[str, Any]) -> None:
+    """InputError RDT108 when others of (option, value) are given without the option that they belong to."""
+    given = [name for name, v in others if v is not None]
+    if value is None and given:
+        raise InputError(f"{' and '.join(given)} without {option}: there is nothing to use it for", code="RDT108")
 
 
 @contextlib.contextmanager
@@ -119,18 +151,7 @@ def explain(plan: Path, name: str, parameters: bool, as_json: bool) -> None:
     show_json(report.as_json(found)) if as_json else show(report.render(found, terminal_width()))
 
 
-class _DiffCommand(click.Command):
-    """Exit code 2 means that plans differ, so wrong usage of this one command exits with 1."""
-
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        try:
-            return super().make_context(*args, **kwargs)
-        except click.UsageError as error:
-            error.exit_code = 1
-            raise
-
-
-@click.command(cls=_DiffCommand)
+@click.command()
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
 @AS_JSON
@@ -204,7 +225,9 @@ def run_simulation(
         bandwidth=parse_rate(bandwidth, "--bandwidth"),
         latency_s=parse_seconds(latency, "--latency"),
         gather_s=parse_seconds(gather_time, "--gather-time"),
-        scatter_bandwidth=parse_rate(scatter_bandwidth, "--scatter-bandwidth") if scatter_bandwidth else math.inf,
+        scatter_bandwidth=parse_rate(scatter_bandwidth, "--scatter-bandwidth")
+        if scatter_bandwidth is not None
+        else math.inf,
         first_sync=first_sync,
     )
     return simulate(file, costs, runtime_rules(transport))
@@ -223,7 +246,8 @@ def simulate(plan: Path, actual: Path | None, actual_sync: int | None, as_json: 
     from rdtplan.report.timeline import as_json as to_json
     from rdtplan.report.timeline import read_run, render
 
-    records = read_run(actual, actual_sync) if actual else None
+    need_partner("--actual", actual, ("--actual-sync", actual_sync))
+    records = read_run(actual, actual_sync) if actual is not None else None
     with open_plan(plan) as file:
         found = run_simulation(file, **costs)
     show_json(to_json(found, records)) if as_json else show(render(found, terminal_width(), records))
@@ -239,10 +263,13 @@ def report(plan: Path, output: Path, **costs: Any) -> None:
     from rdtplan.report.explain import explain as explain_names
     from rdtplan.report.inspect import summarize
     from rdtplan.report.memory import forecast
-    from rdtplan.verify import verify_fleet
+    from rdtplan.report.units import plural
+    from rdtplan.verify import unwaived, verify_fleet
 
+    check_output(output, plan)
     with open_plan(plan) as file:
         findings = verify_fleet(file.fleet())
+        wrong = unwaived(findings, file.field("waivers"))
         data = page.page_data(
             file,
             summarize(file),
@@ -251,11 +278,10 @@ def report(plan: Path, output: Path, **costs: Any) -> None:
             explain_names(file, "*"),
             findings,
         )
-    try:
-        output.write_text(page.render_page(data), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror}", code="RDT108") from None
+    write_output(output, page.render_page(data).encode())
     click.echo(f"{output}: {output.stat().st_size:,} bytes, {len(data['weights'])} forms of weights")
+    if wrong:
+        click.secho(f"the plan is unsound, {plural(len(wrong), 'finding')}: run `rdtplan verify {plan}`", fg="red")
 
 
 COMMANDS = (inspect, mem, explain, diff, simulate, report)

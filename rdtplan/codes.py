@@ -366,12 +366,12 @@ CODES: dict[str, Code] = {
     ),
     "RDT402": Code(
         "not a fleet plan",
-        "The file is JSON of another kind.",
+        "The file is something else: empty, JSON of another kind, or no JSON at all.",
         "Name the file that `rdtplan compile -o` wrote.",
     ),
     "RDT403": Code(
         "plan file truncated",
-        "The file ends before its last part, or its first line is no seal.",
+        "The file ends before its last part.",
         _RECOMPILE,
     ),
     "RDT404": Code(

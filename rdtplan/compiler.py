@@ -252,33 +252,38 @@ def dry_run(
 
 
 def check_fleet_input(fleet: Fleet) -> None:
-    """All wrong settings at once."""
+    """InputError RDT108 with all wrong settings at once."""
+    if wrong := wrong_settings(fleet):
+        raise InputError("; ".join(wrong), code="RDT108")
+    if not may_be_target(fleet.target):
+        check_target(fleet.target)
+
+
+def wrong_settings(fleet: Fleet, spelled: Callable[[str], str] = str) -> list[str]:
+    """What is wrong with the sizes and settings of a fleet, each by its name as it is `spelled` for the user."""
     t, s = fleet.topology, fleet.settings
     wrong = [
-        f"{name} must be {least} or more, is {value}"
+        f"{spelled(name)} must be {least} or more, is {value}"
         for name, value, least in (
-            ("tp", t.tensor_parallel, 1),
-            ("pp", t.pipeline_parallel, 1),
-            ("dp", t.data_parallel, 1),
+            ("tensor_parallel", t.tensor_parallel, 1),
+            ("pipeline_parallel", t.pipeline_parallel, 1),
+            ("data_parallel", t.data_parallel, 1),
             ("replicas", t.replicas, 1),
-            ("trainer-ranks", fleet.trainer_ranks, 1),
+            ("trainer_ranks", fleet.trainer_ranks, 1),
             ("num_rdt_buffers", s.num_rdt_buffers, 1),
             ("stages_in_flight", s.stages_in_flight, 1),
             ("gather_lookahead", s.gather_lookahead, 0),
             ("buffer_presize_gb", s.buffer_presize_gb, 0),
             ("max_chunk_bytes", s.max_chunk_bytes, 0),
-            ("redundant-experts", t.redundant_experts or 0, 0),
+            ("redundant_experts", t.redundant_experts or 0, 0),
         )
         if not least <= value < math.inf
     ]
     if s.staging_device not in ("gpu", "host"):
-        wrong.append(f"staging_device must be gpu or host, is {s.staging_device!r}")
+        wrong.append(f"{spelled('staging_device')} must be gpu or host, is {s.staging_device!r}")
     if wrong and not may_be_target(fleet.target):
-        wrong.append(f"target must be one of {', '.join((AUTO, CPU, *TARGETS))}, is {fleet.target!r}")
-    if wrong:
-        raise InputError("; ".join(wrong), code="RDT108")
-    if not may_be_target(fleet.target):
-        check_target(fleet.target)
+        wrong.append(f"{spelled('target')} must be one of {', '.join((AUTO, CPU, *TARGETS))}, is {fleet.target!r}")
+    return wrong
 
 
 def assemble(found: DryRun, progress: Progress | None = None) -> FleetPlan:

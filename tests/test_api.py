@@ -40,6 +40,19 @@ def test_plans_and_files_are_compared_alike(tmp_path: Path) -> None:
     assert rdtplan.diff(one, tmp_path / "one").same
 
 
+def test_wrong_arguments_are_named() -> None:
+    redundant = ROOT / "tests" / "golden" / "1.0-redundant.plan"
+    for placement in (None, 3, [[0, 1]], {"layer": "01"}):
+        with pytest.raises(InputError, match="expected") as caught:
+            rdtplan.place_experts(redundant, placement)  # type: ignore[arg-type]
+        assert caught.value.code == "RDT120"
+    with pytest.raises(InputError, match=r"manifest: entry 0 is \('a', 'b', \(1,\)\), a tuple") as caught:
+        rdtplan.check(redundant, manifest=[("a", "b", (1,))])  # type: ignore[list-item]
+    assert caught.value.code == "RDT104" and "SourceTensor" in caught.value.fix
+    with pytest.raises(PlanFormatError, match="the path is empty"):
+        rdtplan.load("")
+
+
 def test_findings_of_a_plan_that_is_wrong() -> None:
     plan = make_plan()
     assert [f.names for f in rdtplan.check(evolve(plan, manifest_digest="0" * 64))] == [("manifest_digest",)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,8 @@ def test_compile_inspect_verify(model: Path) -> None:
     assert summary["fleet"]["workers"] == 2 and len(summary["workers"]) == 2
     sound = run("verify", model / "p")
     assert sound.exit_code == 0 and "every element is written once" in sound.output
-    assert json.loads(run("verify", "--json", model / "p").output)["findings"] == []
+    checked = json.loads(run("verify", "--json", model / "p").output)
+    assert checked["findings"] == [] and checked["sound"]
 
 
 def test_verify_against_the_loaders(model: Path) -> None:
@@ -139,7 +141,9 @@ def test_a_name_that_no_loader_takes(model: Path) -> None:
     entries = [*rows(model), ["model.layers.0.self_attn.rotary_emb.inv_freq", "float32", [16]]]
     fails(compile_rows(model, entries), "RDT320", "rotary_emb.inv_freq", "--waive RDT320:PATTERN")
     assert compile_rows(model, entries, "--waive", "RDT320:*.inv_freq").exit_code == 0
-    assert "1 findings waived" in run("verify", model / "out.plan").output
+    assert "(1 finding waived)" in run("verify", model / "out.plan").output
+    checked = json.loads(run("verify", model / "out.plan", "--json").output)
+    assert checked["sound"] and [(f["severity"], f["waived"]) for f in checked["findings"]] == [("error", True)]
 
 
 def test_a_missing_name_leaves_a_parameter_partly_loaded(model: Path) -> None:
@@ -168,12 +172,70 @@ def test_an_ownerless_name(model: Path) -> None:
 
 def test_wrong_settings_are_refused_together(model: Path) -> None:
     result = compile_rows(model, rows(model), "--tp", "0", "--num-rdt-buffers", "0", "--target", "sm12")
-    fails(result, "RDT108", "tp must be", "num_rdt_buffers must be", "'sm12'")
+    fails(result, "RDT108", "--tp must be", "--num-rdt-buffers must be", "'sm12'")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--max-chunk-mb", "nan"), "--max-chunk-mb must be 0 or more, is nan"),
+        (("--max-chunk-mb", "inf"), "--max-chunk-mb must be 0 or more, is inf"),
+        (("--max-chunk-mb", "-1"), "--max-chunk-mb must be 0 or more, is -1"),
+        (("--buffer-presize-gb", "nan"), "--buffer-presize-gb must be 0 or more, is nan"),
+        (("--jobs", "0"), "--jobs must be 1 or more, is 0"),
+        (("--redundant-experts", "-2"), "--redundant-experts must be 0 or more, is -2"),
+    ],
+    ids=" ".join,
+)
+def test_numbers_out_of_range_are_named_as_options(model: Path, options: tuple[str, str], words: str) -> None:
+    fails(run("compile", model, "--manifest", model / "manifest.json", "-o", model / "p", *options), "RDT108", words)
+
+
+def test_options_without_their_partner_are_refused(tmp_path: Path) -> None:
+    write_plan(make_plan(Scenario()), tmp_path / "p")
+    for option, value in (("--jobs", "2"), ("--speculative-config", "{}")):
+        fails(run("verify", tmp_path / "p", option, value), "RDT108", f"{option} without --model")
+    fails(run("simulate", tmp_path / "p", "--actual-sync", "1"), "RDT108", "--actual-sync without --actual")
+
+
+WRONG = [["nonsense"], ["--nonsense"], ["inspect"], ["inspect", "p", "--nonsense"], ["diff", "p"], ["compile"]]
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_wrong_usage_is_one_exit_code(arguments: list[str]) -> None:
+    """2 is for plans that differ, whoever scripts `diff`."""
+    fails(run(*arguments), "Usage:")
 
 
 def test_a_missing_output_directory_is_seen_before_the_work(model: Path) -> None:
     result = run("compile", model, "--manifest", model / "manifest.json", "-o", model / "no" / "p")
     fails(result, "RDT108", str(model / "no"))
+
+
+def test_what_cannot_be_the_output_is_seen_before_the_work(model: Path) -> None:
+    """A directory, a pipe, or a file that the command reads."""
+    os.mkfifo(model / "pipe")
+    manifest = model / "manifest.json"
+    before = manifest.read_bytes()
+    for output, words in ((model, "a directory"), (model / "pipe", "a pipe"), (manifest, "which this command reads")):
+        fails(run("compile", model, "--manifest", manifest, "-o", output), "RDT108", "--output", words)
+        fails(run("manifest", manifest, "-o", output), "RDT108", "--output", words)
+    assert manifest.read_bytes() == before and (model / "pipe").is_fifo()
+
+
+def test_findings_are_counted_rather_than_all_printed(model: Path) -> None:
+    """Against the manifest of another model every name is a finding."""
+    plan = make_plan(Scenario())
+    write_plan(plan, model / "p")
+    arguments = ("verify", model / "p", "--manifest", model / "manifest.json")
+    every = json.loads(run(*arguments, "--json").output)
+    count = len(every["findings"])
+    assert count > 20 and not every["sound"] and {f["severity"] for f in every["findings"]} == {"error"}
+    shown = run(*arguments)
+    fails(shown, f"... and {count - 8} more of RDT333; --json lists all")
+    assert len(shown.output.splitlines()) == 9
+    narrow = CliRunner(env={"COLUMNS": "60"}).invoke(main, [str(a) for a in arguments])
+    assert max(map(len, narrow.output.splitlines())) <= 60
 
 
 def test_a_damaged_plan_is_refused_with_one_message(tmp_path: Path) -> None:
@@ -183,6 +245,30 @@ def test_a_damaged_plan_is_refused_with_one_message(tmp_path: Path) -> None:
     for command in ("inspect", "verify"):
         fails(run(command, tmp_path / "short"), "RDT403", "truncated")
         fails(run(command, tmp_path / "nowhere"), "RDT401")
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", [["inspect", "PLAN"], ["verify", "PLAN", "--json"], ["--help"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_takes_no_more_is_one_line(tmp_path: Path, arguments: list[str], unbuffered: str) -> None:
+    write_plan(make_plan(Scenario()), tmp_path / "p")
+    command = [sys.executable, "-m", "rdtplan.cli", *(str(tmp_path / "p") if a == "PLAN" else a for a in arguments)]
+    with open("/dev/full", "w") as full:
+        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 1, done
+    assert done.stderr.startswith("error RDT108: cannot write the output: No space left on device"), done.stderr
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_colours_can_be_turned_off(tmp_path: Path) -> None:
+    """As no-color.org has it, and on terminals that know none."""
+    write_plan(make_plan(Scenario()), tmp_path / "p")
+    for arguments in (["inspect", str(tmp_path / "p")], ["inspect", str(tmp_path / "none")]):
+        for environment, colours in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
+            env = {"NO_COLOR": None, "TERM": "xterm", **environment}
+            shown = CliRunner(env=env).invoke(main, arguments, color=True)
+            assert ("\x1b" in shown.output) == colours, (arguments, environment)
 
 
 def test_manifest_command_reads_headers_and_configs(model: Path, tmp_path: Path) -> None:
@@ -197,6 +283,7 @@ def test_manifest_command_reads_headers_and_configs(model: Path, tmp_path: Path)
 def test_help_explains_a_code() -> None:
     assert "no trainer rank" in run("help", "RDT301").output.lower()
     fails(run("help", "RDT999"), "RDT999", "docs/findings.md")
+    fails(run("help", "rdt30"), "codes like it: RDT")
 
 
 @pytest.mark.parametrize("command", ["compile", "demo"])

@@ -184,7 +184,10 @@ def test_a_truncated_file_is_refused_at_every_length(path: Path, data: bytes) ->
     for length in sorted(lengths):
         path.write_bytes(data[:length])
         error = refusal(path)
-        assert error.code == "RDT403" and ("truncated" in error.message or length == 0), (length, error)
+        if length:
+            assert error.code == "RDT403" and "truncated" in error.message, (length, error)
+        else:
+            assert error.code == "RDT402" and "is empty" in error.message
 
 
 def test_an_appended_file_is_refused(path: Path, data: bytes) -> None:
@@ -241,13 +244,13 @@ def test_a_lost_line_end_between_parts_is_refused(path: Path, data: bytes) -> No
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     for name, content, code in (
-        ("empty", b"", "RDT403"),
-        ("text", b"terraform {}\n", "RDT403"),
-        ("binary", bytes(range(256)), "RDT403"),
+        ("empty", b"", "RDT402"),
+        ("text", b"terraform {}\n", "RDT402"),
+        ("binary", bytes(range(256)), "RDT402"),
         ("number", b"5\n", "RDT402"),
         ("other", b'{"kind": "rdtplan.manifest"}\n', "RDT402"),
         ("array", b"[]\n", "RDT402"),
-        ("nested", b"[" * 100_000 + b"\n", "RDT403"),
+        ("nested", b"[" * 100_000 + b"\n", "RDT402"),
     ):
         target = tmp_path / name
         target.write_bytes(content)
@@ -480,6 +483,25 @@ def test_an_unwritable_place_is_named(tmp_path: Path, plan: FleetPlan) -> None:
             write_plan(plan, place)
         assert caught.value.code == "RDT407" and str(place) in caught.value.message
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, plan: FleetPlan) -> None:
+    """A device or a pipe would become a plain file for the whole machine; a symbolic link stays one."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_pipe").symlink_to("pipe")
+    for name in ("pipe", "to_pipe"):
+        with pytest.raises(PlanFormatError, match="a pipe") as caught:
+            write_plan(plan, tmp_path / name)
+        assert caught.value.code == "RDT407" and (tmp_path / name).is_fifo()
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "link").symlink_to("deep/real")
+    for _ in range(2):  # where the link leads nowhere yet, and where a file is
+        write_plan(plan, tmp_path / "link")
+        assert (tmp_path / "link").is_symlink() and PlanFile(tmp_path / "deep" / "real").fleet() == plan
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(PlanFormatError):
+        write_plan(plan, tmp_path / "loop")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "link", "loop", "pipe", "to_pipe"]
 
 
 def test_a_full_disk_leaves_the_old_plan(tmp_path: Path, plan: FleetPlan) -> None:

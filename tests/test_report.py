@@ -8,6 +8,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import Scenario, Sizes, View, make_plan, scenarios
 
+import rdtplan
 from rdtplan.cli import main
 from rdtplan.ir.file import PlanFile, write_plan
 from rdtplan.ir.plan import FleetPlan, Waiver
@@ -30,10 +33,10 @@ from rdtplan.report import explain as explaining
 from rdtplan.report.boxes import box_of, region_text
 from rdtplan.report.compare import compare
 from rdtplan.report.diff import headline, render
-from rdtplan.report.names import fold_names
+from rdtplan.report.names import fold_names, names_text
 from rdtplan.report.tables import table
 from rdtplan.report.units import human_bytes, human_seconds, parse_rate, parse_seconds, ranges
-from rdtplan.report.writes import progression
+from rdtplan.report.writes import Write, describe, progression
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = Sizes(layers=3, dense_layers=1, experts=4, heads=8, kv_heads=4, head_dim=2, intermediate=8, vocab=16)
@@ -155,6 +158,36 @@ def test_names_fold_over_layers_and_experts() -> None:
     ]
 
 
+@given(st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 2)), min_size=1))
+def test_a_folded_name_claims_no_other_name(members: set[tuple[int, ...]]) -> None:
+    """All patterns written out are the names, each once."""
+    names = [f"m.{a}.e.{b}.w{c}.{c}" for a, b, c in members]
+    folded = fold_names(names)
+    made = [n for f in folded for n in written_out(f.pattern)]
+    assert sorted(made) == sorted(names) and [f.count for f in folded] == [len(written_out(f.pattern)) for f in folded]
+
+
+def written_out(pattern: str) -> list[str]:
+    """The names that a pattern stands for."""
+    found = re.search(r"\{(.*?)\}", pattern)
+    if found is None:
+        return [pattern]
+    runs = found[1].split(", ")
+    if "..." in found[1]:
+        first, second, last = int(runs[0]), int(runs[1]), int(runs[2].removeprefix("... "))
+        numbers = list(range(first, last + 1, second - first))
+    else:
+        numbers = [n for run in runs for a, _, b in [run.partition("-")] for n in range(int(a), int(b or a) + 1)]
+    return [n for k in numbers for n in written_out(pattern[: found.start()] + str(k) + pattern[found.end() :])]
+
+
+def test_a_pattern_in_many_pieces_is_cut_in_text_alone() -> None:
+    names = [f"m.{k * k}.w" for k in range(20)]
+    (folded,) = fold_names(names)
+    assert written_out(folded.pattern) == names
+    assert names_text(names) == "m.{0-1, 4, 9, 16, ... 361}.w"
+
+
 @given(st.data())
 def test_every_slice_of_a_tensor_is_named_as_a_slice(data: st.DataObject) -> None:
     """Any box of any dense tensor, in any order of dimensions, is found again from its region alone."""
@@ -244,13 +277,24 @@ def test_drill_downs_agree_with_the_plan(plan: FleetPlan, path: Path) -> None:
             assert sum(w["count"] for w in c["writes"]) == scatters
 
 
+def test_what_no_loader_writes_is_not_counted_among_the_parameters(plan: FleetPlan, path: Path) -> None:
+    """Such names may or may not stand in the table of parameters."""
+    program = plan.consumers[0].program
+    assert not set(program.untouched) & set(program.parameters.names)
+    shown = run("inspect", path, "--worker", "0").output
+    assert "1 name that no loader writes" in shown and "of them" not in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--worker", "8"], "there is no consumer 8"),
-        (["--worker", "-1"], "there is no consumer -1"),
-        (["--producer", "4"], "there is no producer 4"),
-        (["--group", "model.layers.9"], "groups 0 to"),
+        (["--worker", "8"], "--worker 8: the plan has workers 0 to 7"),
+        (["--worker", "-1"], "--worker -1: the plan has workers 0 to 7"),
+        (["--worker", "8", "--chunk", "0"], "--worker 8: the plan has workers 0 to 7"),
+        (["--producer", "4"], "--producer 4: the plan has trainer ranks 0 to 3"),
+        (["--group", "foo"], "groups 0 to 4, such as 'model.layers.1'"),
+        (["--group", "foo"], "that `rdtplan inspect --producer 0` shows"),
+        (["--group", "model.layer.2"], "labels like it: model.layers.2"),
         (["--chunk", "99"], "worker 0 has chunks 0 to"),
         (["--worker", "0", "--producer", "0"], "--worker and --producer do not go together"),
         (["--group", "0", "--chunk", "0"], "--group and --chunk do not go together"),
@@ -310,9 +354,104 @@ def test_expert_parallel_experts_are_told_apart(tmp_path: Path) -> None:
     assert sorted(e.workers for e in found) == [(0,), (1,), (2,), (3,)]
 
 
+@pytest.fixture(scope="module")
+def redundant(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two workers of 6 slots: experts 4 to 7 have two each, 6 and 7 both on worker 1."""
+    plan = rdtplan.place_experts(ROOT / "tests" / "golden" / "1.0-redundant.plan", (*range(8), 7, 6, 5, 4))
+    target = tmp_path_factory.mktemp("redundant") / "p"
+    write_plan(plan, target)
+    return target
+
+
+def test_two_slots_of_one_worker_are_two_lines(redundant: Path) -> None:
+    """A letter counts workers, so a line has no worker twice."""
+    with PlanFile(redundant) as file:
+        (e,) = explaining.explain(file, "model.layers.1.mlp.experts.6.down_proj.weight")
+        (parameter,) = explaining.explain(file, "model.layers.1.mlp.experts.w2_weight")
+        chunk = drill.chunk(file, 1, 2)
+    assert [(w.workers, w.destination, w.i) for w in e.writes] == [((1,), "[0, :, :]", 1), ((1,), "[3, :, :]", 1)]
+    for line in parameter.writes:
+        assert line.i == 1 or len(line.workers) > 1
+        assert line.j == 1 or len(line.sources) > 1
+    assert sum(w.nbytes for w in parameter.writes) == 12 * 128
+    assert "i" not in "".join(w["destination"] for w in chunk["writes"])
+    assert "counts" not in run("explain", redundant, e.name).output
+
+
+def test_names_that_land_elsewhere_do_not_travel_alike(redundant: Path) -> None:
+    """What is said of the first name of a form holds for all: its place, or one slot further for each."""
+    with PlanFile(redundant) as file:
+        found = explaining.explain(file, "*.down_proj.weight")
+        places = {
+            name: sorted((w.worker, w.destination) for w in writes)
+            for name, writes in writes_by_name(file, "*.experts.*.down_proj.weight").items()
+        }
+    experts = [e for e in found if ".experts." in e.name]
+    assert sorted(len(e.like_it) for e in experts) == [2, 2, 2, 2, 8], "both layers; experts 0 to 3 one slot further"
+    for e in experts:
+        by_layer: dict[str, list[str]] = {}
+        for name in e.like_it:
+            by_layer.setdefault(name.split(".experts.")[0], []).append(name)
+        for names in by_layer.values():
+            assert e.slots == (len(names) > 1)
+            for k, name in enumerate(names):
+                first = places[e.name]
+                assert places[name] == [(w, d.replace(d[1], str(int(d[1]) + k), 1)) for w, d in first]
+    shown = run("explain", redundant, "*.experts.*.down_proj.weight").output
+    assert "and 7 names that travel as it does, each one slot further" in shown
+    assert "and 1 name that travels as it does: model.layers.{1-2}.mlp.experts.6.down_proj.weight" in shown
+
+
+def writes_by_name(file: PlanFile, pattern: str) -> dict[str, list[Write]]:
+    """Every write of the sources that match, as it is."""
+    manifest, found = file.field("manifest"), {}
+    for c in drill.workers_of(file):
+        for w in describe(c, manifest, range(len(c.program.scatters))):
+            if fnmatchcase(w.source, pattern):
+                found.setdefault(w.source, []).append(w)
+    return found
+
+
+def test_layers_with_another_placement_are_explained_apart(tmp_path: Path) -> None:
+    """Parameters too: of another layer's sources, or of the same in other slots."""
+    golden = ROOT / "tests" / "golden" / "1.0-redundant.plan"
+    start = (0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 6, 7)
+    layers = ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
+    moved = [start, (1, 0, *start[2:])]
+    write_plan(rdtplan.place_experts(golden, start), tmp_path / "same")
+    write_plan(rdtplan.place_experts(golden, dict(zip(layers, moved, strict=True))), tmp_path / "apart")
+    for name, forms in (("same", [2]), ("apart", [1, 1])):
+        with PlanFile(tmp_path / name) as file:
+            found = explaining.explain(file, "*.w2_weight")
+            assert [len(e.like_it) for e in found] == forms, name
+
+
+def test_a_line_names_the_ranks_of_all_its_names(tmp_path: Path) -> None:
+    """Chunks of the same worker come from several ranks, names of one form with them."""
+    plan = make_plan(evolve(BASE, settings=TransferSettings(max_chunk_bytes=64), ownership="pipeline", seed=1))
+    write_plan(plan, tmp_path / "p")
+    with PlanFile(tmp_path / "p") as file:
+        for e in explaining.explain(file, "*"):
+            ranks = {
+                (w.worker, w.producer) for writes in map(writes_by_name(file, "*").get, e.like_it) for w in writes or ()
+            }
+            for line in e.writes:
+                assert set(line.producers) == {r for w, r in ranks if w in line.workers}
+
+
+def test_replicas_count_as_one_worker(path: Path) -> None:
+    shown = run("explain", path, "model.layers.2.mlp.experts.3.up_proj.weight").output
+    assert "i counts the workers of a line from 0, those that do the same as one" in shown
+
+
 def test_an_unknown_name_gets_suggestions(path: Path) -> None:
     shown = run("explain", path, "model.layers.2.mlp.experts.3.upp_proj.weight")
     assert shown.exit_code == 1 and "RDT108" in shown.output and "up_proj" in shown.output
+
+
+def test_a_source_name_is_not_denied(path: Path) -> None:
+    shown = run("explain", path, "model.layers.2.mlp.experts.3.up_proj.weight", "--parameter")
+    assert shown.exit_code == 1 and "is a source name" in shown.output and "leave --parameter out" in shown.output
 
 
 def test_fills_and_aliases_are_told(tmp_path: Path) -> None:
@@ -400,6 +539,15 @@ def test_a_new_loader_under_the_same_inputs_is_said_to_be_one(plan: FleetPlan) -
     assert any(e.kind.startswith("writes of worker") for e in found.effects), found.effects
 
 
+def test_a_forged_plan_is_not_called_the_same(plan: FleetPlan, path: Path, tmp_path: Path) -> None:
+    """Its identity is that of the other as it was written, and what the identity stands for is not."""
+    other = evolve(plan.settings, num_rdt_buffers=3)
+    for k, forged in enumerate((evolve(plan, manifest_digest="0" * 64), evolve(plan, settings=other))):
+        write_plan(forged, tmp_path / str(k))
+        shown = run("diff", path, tmp_path / str(k))
+        assert shown.exit_code == 1 and "RDT330" in shown.output and "rdtplan verify" in shown.output, shown.output
+
+
 @settings(max_examples=15)
 @given(scenarios(), scenarios())
 def test_any_two_plans_can_be_compared(a: Scenario, b: Scenario) -> None:
@@ -438,6 +586,61 @@ def test_help_is_light() -> None:
     assert shown.rstrip().endswith("[]") and re.search(r"simulate +Predict one sync", shown), shown
 
 
+def test_one_thing_is_not_many(tmp_path: Path) -> None:
+    write_plan(make_plan(Scenario(sizes=SIZES, topology=InferenceTopology(2))), tmp_path / "p")
+    assert "2 workers, 1 trainer rank, " in run("verify", tmp_path / "p").output
+    assert "held by trainer rank 0\n" in run("explain", tmp_path / "p", "lm_head.weight").output
+    write_plan(make_plan(evolve(BASE, topology=InferenceTopology(2, replicas=2))), tmp_path / "q")
+    assert "same program: worker 2\n" in run("inspect", tmp_path / "q", "--worker", "0").output
+
+
 @pytest.mark.parametrize("module", ["boxes", "names", "units", "writes"])
 def test_examples_in_docstrings_hold(module: str) -> None:
     assert doctest.testmod(importlib.import_module(f"rdtplan.report.{module}")).failed == 0
+
+
+# -- the keys of --json --------------------------------------------------------------------------------------------
+
+JSON_ROW = re.compile(r"^\| `(?P<command>[^`]*)` \| (?:`(?P<path>[^`]*)`)? ?\| (?P<keys>.*) \|$", re.MULTILINE)
+
+
+def objects(value: Any, path: str = "") -> Iterator[tuple[str, frozenset[str]]]:
+    """Every object in a JSON value: its path, with [] for the members of an array, and its keys."""
+    if isinstance(value, list):
+        for member in value:
+            yield from objects(member, path + "[]")
+    elif isinstance(value, dict):
+        yield path, frozenset(value)
+        for key, member in value.items():
+            yield from objects(member, f"{path}.{key}" if path else key)
+
+
+def test_the_page_names_every_key_of_json(redundant: Path, tmp_path: Path) -> None:
+    """docs/json.md lists the objects that each command gives, and their keys; no more and no less."""
+    records = [{"role": "consumer", "id": 0, "sync": 1, "seconds": 1.0, "chunks": [[0, 0.0, 0.1, 0.2, 0.3]]}]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "manifest.json").write_text(json.dumps([["other.weight", "bfloat16", [4]]]))
+    other = ROOT / "tests" / "golden" / "1.0-replicas.plan"
+    commands: dict[str, list[str | Path]] = {
+        "inspect": [redundant],
+        "inspect --worker": [redundant, "--worker", "0"],
+        "inspect --producer": [redundant, "--producer", "0"],
+        "inspect --group": [redundant, "--group", "1"],
+        "inspect --chunk": [redundant, "--chunk", "1"],
+        "mem": [redundant],
+        "explain": [redundant, "*"],
+        "diff": [redundant, other],
+        "simulate": [redundant, "--actual", tmp_path / "run.jsonl"],
+        "verify": [redundant, "--manifest", tmp_path / "manifest.json"],
+    }
+    given = {
+        (name, path, keys)
+        for name, arguments in commands.items()
+        for path, keys in objects(json.loads(run(name.split()[0], *arguments, "--json").output))
+    }
+    listed = {
+        (row["command"], row["path"] or "", frozenset(re.findall(r"`(\w+)`", row["keys"])))
+        for row in JSON_ROW.finditer((ROOT / "docs" / "json.md").read_text())
+    }
+    assert given - listed == set(), "not in docs/json.md"
+    assert listed - given == set(), "only in docs/json.md"

@@ -99,6 +99,22 @@ def test_an_unwritable_place_is_named(page: Path) -> None:
     assert done.exit_code == 1 and "RDT108" in done.output
 
 
+def test_a_report_never_replaces_its_plan(page: Path, tmp_path: Path) -> None:
+    plan = page.with_name("p")
+    before = plan.read_bytes()
+    (tmp_path / "link").symlink_to(plan)
+    for output in (plan, tmp_path / "link"):
+        done = CliRunner().invoke(main, ["report", str(plan), "-o", str(output)])
+        assert done.exit_code == 1 and "RDT108" in done.output and "which this command reads" in done.output
+    assert plan.read_bytes() == before
+
+
+def test_an_unsound_plan_is_said_to_be_one(plan: FleetPlan, tmp_path: Path) -> None:
+    write_plan(evolve(plan, manifest_digest="0" * 64), tmp_path / "p")
+    done = CliRunner().invoke(main, ["report", str(tmp_path / "p"), "-o", str(tmp_path / "r.html")])
+    assert done.exit_code == 0 and "unsound, 1 finding: run `rdtplan verify" in done.output, done.output
+
+
 # -- in a browser ----------------------------------------------------------------------------------------------------
 
 PROBE = """

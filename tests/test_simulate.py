@@ -166,6 +166,7 @@ def test_a_recorded_run_is_laid_over_the_prediction(files: tuple[Path, Path]) ->
         ("consumer", 1, 3.0),
         ("producer", 0, None),
     ]
+    assert data["late_chunks"][0]["label"] in shown.output.partition("landed latest")[2]
     assert data["late_chunks"][0]["chunk"] == 3 and 0.99 < data["late_chunks"][0]["late_s"] < 1.01
     earlier = json.loads(invoke(*arguments, "--json", "--actual-sync", "0").output)["actual"]
     assert earlier["sync"] == 0 and len(earlier["processes"]) == 1
@@ -181,12 +182,49 @@ def test_a_file_without_a_run_is_refused(files: tuple[Path, Path], text: str) ->
     assert shown.exit_code == 1 and "RDT108" in shown.output and "Traceback" not in shown.output
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (record("consumer", 2, 1), "consumer 2 was recorded, the plan has workers 0-1"),
+        (record("producer", 7, 1), "producer 7 was recorded, the plan has trainer ranks 0-1"),
+        (record("consumer", 0, 1, seconds=-1.5), "line 1: seconds is -1.5"),
+        (record("watcher", 0, 1), "no record of a consumer or producer"),
+    ],
+)
+def test_records_of_another_fleet_are_refused(files: tuple[Path, Path], line: str, words: str) -> None:
+    files[1].write_text(line)
+    shown = invoke("simulate", files[0], "--actual", files[1])
+    assert shown.exit_code == 1 and "RDT108" in shown.output and words in shown.output, shown.output
+
+
+def test_a_sync_that_was_not_recorded_is_named(files: tuple[Path, Path]) -> None:
+    shown = invoke("simulate", files[0], "--actual", files[1], "--actual-sync", "9")
+    assert shown.exit_code == 1 and "--actual-sync 9: " in shown.output and "has syncs 0-1" in shown.output
+
+
 def test_wrong_costs_are_refused(files: tuple[Path, Path]) -> None:
     for option, value in (
         ("--bandwidth", "0"),
         ("--latency", "x"),
         ("--gather-time", "-1"),
         ("--scatter-bandwidth", "z"),
+        ("--scatter-bandwidth", ""),
+        ("--latency", "1e400"),
+        ("--gather-time", "1e300s"),
+        ("--bandwidth", "1e300GB/s"),
+        ("--bandwidth", "1e-300"),
+        ("--bandwidth", "1.2.3"),
     ):
         shown = invoke("simulate", files[0], option, value)
-        assert shown.exit_code == 1 and option in shown.output
+        assert shown.exit_code == 1 and "RDT108" in shown.output and option in shown.output
+    for option, value in (("--latency", "1e9s"), ("--bandwidth", "5e-1GB/s"), ("--bandwidth", "1e9")):
+        assert invoke("simulate", files[0], option, value).exit_code == 0, (option, value)
+
+
+def test_a_timeline_is_never_folded(files: tuple[Path, Path]) -> None:
+    """Where it does not fit it is left out."""
+    for columns in (40, 60, 70, 80, 100):
+        shown = CliRunner(env={"COLUMNS": str(columns)}).invoke(main, ["simulate", str(files[0])]).output
+        lines = [line for line in shown.splitlines() if set(line) & set("▁▂▃▄▅▆▇█")]
+        assert all(len(line) <= columns and line.strip("▁▂▃▄▅▆▇█ ") for line in lines), shown
+        assert len(lines) + shown.count("(not shown at this width: use over") == 3, shown

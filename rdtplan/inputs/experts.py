@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,18 @@ def read_placement(path: str | os.PathLike[str]) -> Placement:
         value = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise _wrong(f"{path} cannot be read: {error}") from None
-    if isinstance(value, dict):
-        return {layer: _row(row, f"{path}: layer {layer!r}") for layer, row in value.items()}
-    return _row(value, f"{path}")
+    return check_placement(value, f"{path}")
+
+
+def check_placement(value: Any, where: str) -> Placement:
+    """A placement as tuples. InputError RDT120 when it is none."""
+    if isinstance(value, Mapping):
+        return {layer: _row(row, f"{where}: layer {layer!r}") for layer, row in value.items()}
+    return _row(value, where)
 
 
 def _row(value: Any, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple):
         raise _wrong(f"{where}: expected a list of experts, found {type(value).__name__} {str(value)[:60]}")
     for slot, expert in enumerate(value):
         if type(expert) is not int:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -31,6 +30,7 @@ from rdtplan.errors import PlanFormatError
 from rdtplan.ir import compression
 from rdtplan.ir.plan import FORMAT, ConsumerPlan, FleetPlan, ProducerPlan, Program
 from rdtplan.ir.serialize import PART, Packed, canonical_bytes, first_reason, make_converter
+from rdtplan.output import write_whole
 
 T = TypeVar("T")
 KIND = "rdtplan.fleet-plan"
@@ -39,6 +39,9 @@ ENTRIES_PER_BYTE = 16
 """Column entries that a file may expand to, for every byte of it; a plan of 72 workers needs less than one."""
 FREE_ENTRIES = 1 << 22
 """Column entries that any file may expand to, however small."""
+START = b'{"digest":"'
+"""What every plan file begins with: the seal is canonical JSON."""
+NAME_A_PLAN = "name the file that `rdtplan compile -o` wrote"
 RECOMPILE = "compile the plan again, or fetch an undamaged copy"
 
 
@@ -97,29 +100,19 @@ def encode(plan: FleetPlan) -> tuple[bytes, str]:
 def write_plan(plan: FleetPlan, path: str | os.PathLike[str]) -> str:
     """Write a plan so that a full disk or a crash leaves the old file or none; returns the fleet digest.
 
-    A name that ends in `.zst` makes a compressed file. PlanFormatError RDT407 when the file cannot be written.
+    A name that ends in `.zst` makes a compressed file; a symbolic link is followed. PlanFormatError RDT407 when the
+    file cannot be written, or when what is there is no file.
     """
     data, digest = encode(plan)
     target = Path(path)
     if target.suffix == compression.SUFFIX:
         data = compression.compress(data, target)
-    temporary = ""
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as out:
-            temporary = out.name
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
+        write_whole(target, data)
+    except OSError as error:
         raise PlanFormatError(
             f"cannot write the plan to {target} ({len(data):,} bytes): {error.strerror}",
-            fix="choose a directory that exists, is writable and has room",
+            fix="name a file, in a directory that exists, is writable and has room",
             code="RDT407",
         ) from None
     return digest
@@ -130,6 +123,8 @@ class PlanFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """PlanFormatError when the file is missing, truncated, edited, or of an unknown major version."""
+        if not os.fspath(path):
+            raise PlanFormatError("cannot open a plan: the path is empty", fix=NAME_A_PLAN, code="RDT401")
         self.path = Path(path)
         self._parts: dict[tuple[int, Any], Any] = {}
         self._expanded = 0
@@ -138,7 +133,7 @@ class PlanFile:
         except OSError as error:
             raise PlanFormatError(
                 f"cannot open plan {self.path}: {error.strerror}",
-                fix="name the file that `rdtplan compile -o` wrote",
+                fix=NAME_A_PLAN,
                 code="RDT401",
             ) from None
         try:
@@ -148,17 +143,27 @@ class PlanFile:
             raise
 
     def _open(self) -> None:
-        self._file = compression.plain(self._file, self.path)
+        self._file, self.nbytes = compression.plain(self._file, self.path)
         size = self._file.seek(0, os.SEEK_END)
         self._file.seek(0)
         self._budget = FREE_ENTRIES + ENTRIES_PER_BYTE * size
         line = self._file.readline(MAX_SEAL_NBYTES)
-        seal = _parse(line, f"{self.path}: line 1, the seal")
+        try:
+            seal = _parse(line, f"{self.path}: line 1, the seal")
+        except PlanFormatError:
+            if line and (line.startswith(START) or START.startswith(line)):
+                raise
+            what = f"begins with {line[:24]!r}" if line else "is empty"
+            raise PlanFormatError(
+                f"{self.path} is not a fleet plan: it {what}, a plan begins with {START!r}",
+                fix=NAME_A_PLAN,
+                code="RDT402",
+            ) from None
         if not isinstance(seal, dict) or seal.get("kind") != KIND:
             found = seal.get("kind") if isinstance(seal, dict) else type(seal).__name__
             raise PlanFormatError(
                 f"{self.path} is not a fleet plan: expected kind {KIND!r}, found {found!r}",
-                fix="name the file that `rdtplan compile -o` wrote",
+                fix=NAME_A_PLAN,
                 code="RDT402",
             )
         self._migrations = _migrations(self.path, seal.get("format"))
@@ -395,7 +400,7 @@ def _parse(line: bytes, where: str) -> Any:
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        kind = "truncated or not a plan" if line and not line.endswith(b"\n") else "not JSON"
+        kind = "truncated" if line and not line.endswith(b"\n") else "not JSON"
         raise PlanFormatError(
             f"{where} ({len(line):,} bytes) is {kind}: {str(error)[:80]}", fix=RECOMPILE, code="RDT403"
         ) from None

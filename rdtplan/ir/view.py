@@ -17,6 +17,10 @@ class PlanView(Protocol):
     def digest(self) -> str:
         """The fleet digest."""
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the plan file."""
+
     def field(self, name: str) -> Any:
         """One field of FleetPlan."""
 
@@ -43,8 +47,17 @@ class PlanInMemory:
         self.plan = plan
 
     @cached_property
+    def _encoded(self) -> tuple[int, str]:
+        data, digest = encode(self.plan)
+        return len(data), digest
+
+    @property
+    def nbytes(self) -> int:
+        return self._encoded[0]
+
+    @property
     def digest(self) -> str:
-        return encode(self.plan)[1]
+        return self._encoded[1]
 
     def field(self, name: str) -> Any:
         return getattr(self.plan, name)

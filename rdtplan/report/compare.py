@@ -13,12 +13,13 @@ from typing import Any
 
 from attrs import fields, frozen
 
+from rdtplan.errors import PlanError
 from rdtplan.ir.dtypes import itemsize
 from rdtplan.ir.experts import differences
 from rdtplan.ir.plan import ConsumerPlan, Program
 from rdtplan.ir.view import PlanView, placement_of
 from rdtplan.report.names import fold_names, template
-from rdtplan.report.units import human_bytes, plural, ranges
+from rdtplan.report.units import human_bytes, numbered, plural
 
 FULL_COMPARISONS = 2
 """Pairs of programs that are compared write by write; ranks of one fleet differ in the same way."""
@@ -74,10 +75,11 @@ class PlanDiff:
 
 
 def compare(a: PlanView, b: PlanView) -> PlanDiff:
-    """Everything that differs between two plans."""
+    """Everything that differs between two plans. PlanError RDT330 when one of them must have been forged."""
     identities = (a.field("identity"), b.field("identity"))
     causes = tuple(_causes(a, b))
     if identities[0] == identities[1]:
+        _check_identities(identities[0], causes)
         effects = () if a.digest == b.digest else tuple(_provenance(_workers(a), _workers(b)))
         return PlanDiff(True, identities, causes, (), effects)
     before, after = _workers(a), _workers(b)
@@ -90,6 +92,21 @@ def compare(a: PlanView, b: PlanView) -> PlanDiff:
         *_provenance(before, after),
     )
     return PlanDiff(False, identities, causes, tuple(_figures(a, b)), effects)
+
+
+_DECIDING = ("compiler.target", "model.", "topology.", "settings.", "ownership", "manifest", "program.")
+"""Inputs that are in the identity, by the start of `Change.field`."""
+
+
+def _check_identities(identity: str, causes: tuple[Change, ...]) -> None:
+    """PlanError RDT330 when plans say that they are the same and have inputs that make them differ."""
+    other = [c.text for c in causes if c.field.startswith(_DECIDING)]
+    if other:
+        raise PlanError(
+            f"both plans have the identity {identity[:16]}, which cannot be: {'; '.join(other)}",
+            fix="run `rdtplan verify` on both; one of them was changed by something else than rdtplan",
+            code="RDT330",
+        )
 
 
 def _workers(plan: PlanView) -> list[ConsumerPlan]:
@@ -164,7 +181,7 @@ def _other_owners(a: PlanView, b: PlanView) -> bool:
 
 def _owner_texts(plan: PlanView) -> dict[str, str]:
     o = plan.field("ownership")
-    texts = [f"ranks {ranges(c)}" for c in o.classes]
+    texts = [numbered("rank", c) for c in o.classes]
     return {name: texts[o.class_of[k]] for k, name in enumerate(plan.field("manifest").names)}
 
 
@@ -217,8 +234,9 @@ def _folded(kind: str, changes: Iterable[tuple[str, str, str]]) -> list[Effect]:
     for name, before, after in changes:
         families.setdefault((template(name), before, after), []).append(name)
     return [
-        Effect(kind, fold_names(names)[0].pattern, len(names), before, after)
+        Effect(kind, folded.pattern, folded.count, before, after)
         for (_, before, after), names in families.items()
+        for folded in fold_names(names)
     ]
 
 

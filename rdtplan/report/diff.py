@@ -7,6 +7,7 @@ from typing import Any
 from attrs import asdict
 
 from rdtplan.report.compare import Effect, Figure, PlanDiff
+from rdtplan.report.names import brief
 from rdtplan.report.tables import paragraph, table
 from rdtplan.report.units import human_bytes, plural
 
@@ -76,7 +77,7 @@ def _effects(effects: tuple[Effect, ...], width: int) -> list[str]:
             rows = [[e.names, e.before, e.after] for e in members[:SHOWN]]
             lines += ["", *table(title, ["loader", "line before", "line after"], rows, width, text=(0, 1, 2))]
         else:
-            rows = [[e.names, f"{e.count:,}", e.before, e.after] for e in members[:SHOWN]]
+            rows = [[brief(e.names), f"{e.count:,}", e.before, e.after] for e in members[:SHOWN]]
             lines += ["", *table(title, ["names", "count", "before", "after"], rows, width, text=(0, 2, 3))]
         if len(members) > SHOWN:
             rest = sum(e.count for e in members[SHOWN:])

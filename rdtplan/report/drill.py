@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from difflib import get_close_matches
 from typing import Any
 
 from rdtplan.errors import InputError
@@ -10,9 +11,9 @@ from rdtplan.ir.file import PlanFile
 from rdtplan.ir.plan import ConsumerPlan, GatherGroup
 from rdtplan.report.inspect import collapse
 from rdtplan.report.memory import parameters_nbytes
-from rdtplan.report.names import fold_names
+from rdtplan.report.names import brief, fold_names, names_text, patterns_text
 from rdtplan.report.tables import paragraph, table
-from rdtplan.report.units import human_bytes, plural, ranges
+from rdtplan.report.units import human_bytes, numbered, plural, ranges
 from rdtplan.report.writes import describe, fold
 
 
@@ -21,9 +22,17 @@ def workers_of(file: PlanFile) -> list[ConsumerPlan]:
     return [file.consumer(c) for c in range(file.field("topology").workers)]
 
 
+def _within(option: str, things: str, number: int, count: int, whose: str = "the plan") -> int:
+    """The number itself. InputError RDT108 when there is no such thing."""
+    if 0 <= number < count:
+        return number
+    has = f"has {things} 0 to {count - 1}" if count else f"has no {things}"
+    raise InputError(f"{option} {number}: {whose} {has}", code="RDT108")
+
+
 def worker(file: PlanFile, number: int) -> dict[str, Any]:
     """What one worker pulls, from whom, and where it goes."""
-    me = file.consumer(number)
+    me = file.consumer(_within("--worker", "workers", number, file.field("topology").workers))
     program, groups = me.program, file.field("groups")
     chunks, routing = program.chunks, me.routing
     alike = [c.consumer_id for c in workers_of(file) if c.program is program]
@@ -74,20 +83,20 @@ def render_worker(w: dict[str, Any], width: int) -> list[str]:
     lines += paragraph(
         f"  writes {w['scatters']:,} times, fills {plural(w['fills'], 'region')}, completes "
         f"{plural(w['modules'], 'module')}; {plural(w['parameters'], 'parameter')} and buffers "
-        f"({human_bytes(w['parameters_nbytes'])}), {w['untouched']:,} of them loaded by nobody; receive pool "
-        f"{human_bytes(w['receive_pool_nbytes'])}",
+        f"({human_bytes(w['parameters_nbytes'])}); {plural(w['untouched'], 'name')} that no loader writes; "
+        f"receive pool {human_bytes(w['receive_pool_nbytes'])}",
         width,
         2,
     )
     if others:
-        lines += paragraph(f"  same program: workers {ranges(others)}", width, 4)
+        lines += paragraph(f"  same program: {numbered('worker', others)}", width, 4)
     rows = [[str(p["rank"]), f"{p['pulls']:,}", human_bytes(p["nbytes"])] for p in w["producers"]]
     lines += ["", *table("pulled from", ["rank", "pulls", "bytes"], rows, width)]
     runs = _chunk_runs(w["chunks"])
     rows = [
         [
             ranges(r["chunks"]),
-            fold_names(r["groups"])[0].pattern if len(fold_names(r["groups"])) == 1 else "several",
+            names_text(r["groups"]),
             ranges(r["streams"]),
             ranges(r["producers"]),
             human_bytes(r["nbytes"]),
@@ -99,12 +108,17 @@ def render_worker(w: dict[str, Any], width: int) -> list[str]:
     return [*lines, "", *table("chunks in issue order", heads, rows, width, text=(0, 1))]
 
 
+def _kind(label: str) -> str:
+    """What groups that are lines of one table have in common: the label without a number at its end."""
+    stem, _, last = label.rpartition(".")
+    return stem if last.isdigit() else label
+
+
 def _chunk_runs(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Chunks of one kind of group, size and count of slices, in order of the first."""
     found: dict[Any, dict[str, Any]] = {}
     for c in chunks:
-        kind = fold_names([c["group"] + "."])[0].pattern if not c["group"].rpartition(".")[2].isdigit() else None
-        key = (kind or c["group"].rpartition(".")[0], c["nbytes"], c["slices"])
+        key = (_kind(c["group"]), c["nbytes"], c["slices"])
         run = found.setdefault(
             key,
             {
@@ -125,7 +139,8 @@ def _chunk_runs(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def producer(file: PlanFile, rank: int) -> dict[str, Any]:
     """What one trainer rank publishes and serves."""
-    me, groups, memory = file.producer(rank), file.field("groups"), file.field("memory")
+    me = file.producer(_within("--producer", "trainer ranks", rank, file.field("ownership").ranks))
+    groups, memory = file.field("groups"), file.field("memory")
     servings = []
     for s in me.servings:
         nbytes = file.table(s.consumer_id, "chunks").nbytes
@@ -172,12 +187,11 @@ def render_producer(p: dict[str, Any], width: int) -> list[str]:
     lines += ["", *table("serves", ["worker", "pulls", "bytes each", "slot"], rows, width)]
     kinds: dict[Any, list[dict[str, Any]]] = {}
     for g in p["groups"]:
-        stem = g["label"].rpartition(".")[0] if g["label"].rpartition(".")[2].isdigit() else g["label"]
-        kinds.setdefault((stem, g["nbytes"], g["of_nbytes"], g["signals"]), []).append(g)
+        kinds.setdefault((_kind(g["label"]), g["nbytes"], g["of_nbytes"], g["signals"]), []).append(g)
     rows = [
         [
             ranges([g["group"] for g in members]),
-            fold_names([g["label"] for g in members])[0].pattern,
+            names_text(g["label"] for g in members),
             human_bytes(members[0]["nbytes"]),
             f"{100 * members[0]['nbytes'] / max(1, members[0]['of_nbytes']):.0f}%",
             str(members[0]["signals"]),
@@ -194,9 +208,12 @@ def find_group(file: PlanFile, text: str) -> int:
     for k, group in enumerate(groups):
         if text in (str(k), group.label):
             return k
+    close = get_close_matches(text, [group.label for group in groups], 3)
     raise InputError(
         f"--group {text!r}: the plan has groups 0 to {len(groups) - 1}, such as {groups[len(groups) // 2].label!r}",
-        fix="give a number or a label that `rdtplan inspect --worker 0` shows",
+        fix=f"labels like it: {', '.join(close)}"
+        if close
+        else "give a number or a label that `rdtplan inspect --producer 0` shows",
         code="RDT108",
     )
 
@@ -242,7 +259,11 @@ def group(file: PlanFile, text: str) -> dict[str, Any]:
 def render_group(g: dict[str, Any], width: int) -> list[str]:
     head = f"group {g['group']}, {g['label']}: {plural(g['names'], 'name')}, {human_bytes(g['nbytes'])}"
     lines = paragraph(head, width, 2)
-    rows = [[n["pattern"], f"{n['count']:,}", ranges(owner["ranks"])] for owner in g["owners"] for n in owner["names"]]
+    rows = [
+        [brief(n["pattern"]), f"{n['count']:,}", ranges(owner["ranks"])]
+        for owner in g["owners"]
+        for n in owner["names"]
+    ]
     lines += ["", *table("names", ["source name", "count", "owners"], rows, width)]
     from_ranks = {w["consumer"]: w["producers"] for w in g["workers"]}
     rows = [
@@ -261,10 +282,9 @@ def render_group(g: dict[str, Any], width: int) -> list[str]:
 
 def chunk(file: PlanFile, consumer: int, number: int) -> dict[str, Any]:
     """One chunk of one worker: what it packs and where every slice goes. InputError RDT108 when there is none."""
-    me, manifest = file.consumer(consumer), file.field("manifest")
-    program, chunks = me.program, me.program.chunks
-    if not 0 <= number < len(chunks):
-        raise InputError(f"--chunk {number}: worker {consumer} has chunks 0 to {len(chunks) - 1}", code="RDT108")
+    me = file.consumer(_within("--worker", "workers", consumer, file.field("topology").workers))
+    manifest, program, chunks = file.field("manifest"), me.program, me.program.chunks
+    _within("--chunk", "chunks", number, len(chunks), f"worker {consumer}")
     first = chunks.scatter_end[number - 1] if number else 0
     k = file.field("settings").num_rdt_buffers
     lines = fold(describe(me, manifest, range(first, chunks.scatter_end[number])))
@@ -305,10 +325,10 @@ def render_chunk(c: dict[str, Any], width: int) -> list[str]:
         2,
     )
     for what in ("materializes", "completes"):
-        folded = ", ".join(f.pattern for f in fold_names(c[what]))
+        folded = names_text(c[what])
         lines += paragraph(f"  {what} {plural(len(c[what]), 'module')}: {folded}", width, 4) if folded else []
     rows = [
-        [" ".join(w["sources"]), w["slice"], f"{w['parameter']} {w['destination']}", human_bytes(w["nbytes"])]
+        [patterns_text(w["sources"], " "), w["slice"], f"{w['parameter']} {w['destination']}", human_bytes(w["nbytes"])]
         for w in c["writes"]
     ]
     return [*lines, "", *table("writes", ["source", "slice", "lands in", "bytes"], rows, width, text=(0, 1, 2))]

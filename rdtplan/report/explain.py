@@ -6,22 +6,24 @@ Names of one form that travel in the same way (all experts of all layers, say) a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from rdtplan.errors import InputError
 from rdtplan.ir.file import PlanFile
 from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.plan import ConsumerPlan, Program
+from rdtplan.ir.regions import Region
+from rdtplan.ir.traces import Parameters
 from rdtplan.report.drill import workers_of
-from rdtplan.report.names import fold_names, template
+from rdtplan.report.names import indices, names_text, template
 from rdtplan.report.tables import paragraph, table
-from rdtplan.report.units import human_bytes, plural, ranges
-from rdtplan.report.writes import WriteLine, describe, fold
+from rdtplan.report.units import human_bytes, numbered, plural, ranges
+from rdtplan.report.writes import WriteLine, describe, fold, letters_text
 
 SHOWN = 12
 """Forms that `explain` shows of a pattern that matches more."""
@@ -35,7 +37,9 @@ class Explained:
     """`source` or `parameter`."""
     name: str
     like_it: tuple[str, ...]
-    """All names of this form, itself included."""
+    """All names of this form that travel in the same way, itself included."""
+    slots: bool
+    """Do several of them go to one parameter, each one slot further than the one before?"""
     dtype: str
     shape: tuple[int, ...]
     group: str
@@ -62,6 +66,12 @@ def explain(file: PlanFile, query: str, *, parameters: bool = False) -> list[Exp
     found = _explain_parameters(manifest, consumers, query)
     if found:
         return found
+    if parameters and _matching(manifest.names, query):
+        raise InputError(
+            f"{query!r} is a source name, not a parameter of the vLLM model",
+            fix="leave --parameter out",
+            code="RDT108",
+        )
     every = [template(n) for n in manifest.names] + [n for c in consumers[:1] for n in c.program.parameters.names]
     close = get_close_matches(query, dict.fromkeys(every), 3, 0.5) or get_close_matches(template(query), set(every), 3)
     raise InputError(
@@ -86,26 +96,35 @@ def _explain_sources(
     groups, ownership = file.field("groups"), file.field("ownership")
     firsts = [g.first for g in groups]
     programs = {id(c.program): c.program for c in consumers}  # replicas share theirs
-    scatters = {i: _scatters_of(program, set(sources)) for i, program in programs.items()}
+    wanted = {k: indices(manifest.names[k]) for k in sources}
+    scatters = {i: _scatters_of(program, wanted.keys()) for i, program in programs.items()}
+    routes: dict[int, list[Any]] = {k: [] for k in sources}
+    places: dict[int, list[_Place]] = {k: [] for k in sources}
+    for i in _unlike(programs):
+        for k, (route, place) in _routes(programs[i], scatters[i], wanted).items():
+            routes[k].append((i, route))
+            places[k] += place
     forms: dict[Any, list[int]] = {}
     for k in sources:
-        routes = tuple(_signature(program, scatters[i].get(k, ())) for i, program in programs.items())
-        forms.setdefault((template(manifest.names[k]), ownership.class_of[k], routes), []).append(k)
+        kind = template(manifest.names[k]), manifest.dtype(k), manifest.shape(k), ownership.class_of[k]
+        forms.setdefault((*kind, tuple(routes[k])), []).append(k)
     out = []
-    for members in forms.values():
+    for members in (alike for form in forms.values() for alike in _in_step(form, wanted, places)):
         k = members[0]
-        rows = [w for c in consumers for w in describe(c, manifest, scatters[id(c.program)].get(k, ()))]
+        lines = fold([w for c in consumers for w in describe(c, manifest, scatters[id(c.program)].get(k, ()))])
+        used = {i: [s for m in members for s in found.get(m, ())] for i, found in scatters.items()}
         out.append(
             Explained(
                 direction="source",
                 name=manifest.names[k],
                 like_it=tuple(manifest.names[m] for m in members),
+                slots=len({_parameters_of(places[m]) for m in members}) < len(members) and bool(places[k]),
                 dtype=manifest.dtype(k),
                 shape=manifest.shape(k),
                 group=groups[bisect_right(firsts, k) - 1].label,
                 owners=ownership.owners(k),
-                workers=tuple(sorted({w.worker for w in rows})),
-                writes=tuple(fold(rows)),
+                workers=tuple(sorted({n for w in lines for n in w.workers})),
+                writes=_from_all(lines, consumers, used),
                 fills=(),
                 aliases=(),
             )
@@ -113,7 +132,7 @@ def _explain_sources(
     return out
 
 
-def _scatters_of(program: Program, sources: set[int]) -> dict[int, list[int]]:
+def _scatters_of(program: Program, sources: Collection[int]) -> dict[int, list[int]]:
     """Scatters by the source they come from, for the given sources."""
     wanted = [k for k, source in enumerate(program.keys.source) if source in sources]
     at = dict.fromkeys(wanted)
@@ -124,60 +143,198 @@ def _scatters_of(program: Program, sources: set[int]) -> dict[int, list[int]]:
     return found
 
 
-def _signature(program: Program, scatters: Iterable[int]) -> Any:
-    """What two names of one form must agree in to be explained together, on the workers of one program."""
-    return tuple((program.keys.region[program.scatters.key[s]], program.provenance.scatter_chain[s]) for s in scatters)
+def _unlike(programs: dict[int, Program]) -> list[int]:
+    """One program of each kind. In those of a kind, as in tensor-parallel ranks, the same names travel alike."""
+    kinds: dict[Any, int] = {}
+    places: dict[Region, int] = {}
+    for i, p in programs.items():
+        place = [places.setdefault(r, len(places)) for r in p.regions]
+        slices: dict[int, int] = {}
+        chains: dict[int, int] = {}
+        kind = (
+            p.parameters,
+            p.keys.source,
+            tuple(slices.setdefault(r, len(slices)) for r in p.keys.region),
+            p.scatters.key,
+            p.scatters.parameter,
+            tuple(place[r] for r in p.scatters.region),
+            tuple(chains.setdefault(c, len(chains)) for c in p.provenance.scatter_chain),
+            (p.fills.parameters, tuple(place[r] for r in p.fills.regions), p.fills.values),
+        )
+        kinds.setdefault(kind, i)
+    return list(kinds.values())
+
+
+_Place = tuple[str, int, int]
+"""Where a write begins: (parameter, its elements from one slot to the next, the offset)."""
+
+
+def _routes(
+    program: Program, scatters: dict[int, list[int]], wanted: dict[int, tuple[int, ...]]
+) -> dict[int, tuple[Any, list[_Place]]]:
+    """What names of one form must agree in to be explained together, on the workers of one program; and their places.
+
+    They take the same slice by the same operations, and write as large a region of the same parameter, each of that of
+    its own layer.
+    """
+    p, regions = program.parameters, program.regions
+    forms = [template(name) for name in p.names]
+    layers = [indices(name) for name in p.names]
+    slots = [stride[0] if stride else 0 for stride in p.strides]
+    sizes: dict[Any, int] = {}
+    size_of = [sizes.setdefault((r.shape, r.stride), len(sizes)) for r in regions]
+    key, region, parameter = program.scatters.key, program.scatters.region, program.scatters.parameter
+    sliced, chain = program.keys.region, program.provenance.scatter_chain
+    out = {}
+    for k, mine in scatters.items():
+        name = wanted[k]
+        route, place = [], []
+        for s in mine:
+            to, at = parameter[s], region[s]
+            layer = layers[to]
+            own = layer == name[: len(layer)]
+            route.append((sliced[key[s]], chain[s], size_of[at], forms[to], own or layer))
+            place.append((p.names[to], slots[to], regions[at].offset))
+        out[k] = tuple(route), place
+    return out
+
+
+def _parameters_of(places: list[_Place]) -> tuple[str, ...]:
+    return tuple(name for name, _, _ in places)
+
+
+def _in_step(
+    form: list[int], names: dict[int, tuple[int, ...]], places: dict[int, list[_Place]]
+) -> Iterable[list[int]]:
+    """Names of one form, those together that land in the same place, or from there slot by slot in the names' order."""
+    layers: dict[tuple[str, ...], list[int]] = {}
+    for k in sorted(form, key=lambda k: names[k]):
+        layers.setdefault(_parameters_of(places[k]), []).append(k)
+    found: dict[Any, list[int]] = {}
+    for members in layers.values():
+        runs: list[list[int]] = []
+        following: list[int] | None = None
+        for k in members:
+            offsets = [offset for _, _, offset in places[k]]
+            if offsets == following:
+                runs[-1].append(k)
+            else:
+                runs.append([k])
+            following = [offset + slot for _, slot, offset in places[k]]
+        for run in runs:
+            start = tuple(offset for _, _, offset in places[run[0]])
+            found.setdefault((start, len(run) > 1), []).extend(run)
+    return [sorted(members) for members in found.values()]
+
+
+def _from_all(
+    lines: list[WriteLine], consumers: list[ConsumerPlan], used: dict[int, Iterable[int]]
+) -> tuple[WriteLine, ...]:
+    """Lines of one name, with the trainer ranks of all names like it: `used` are their scatters, by program."""
+    chunks: dict[int, set[int]] = {}
+    for c in consumers:
+        i, ends = id(c.program), c.program.chunks.scatter_end
+        if i not in chunks:
+            chunks[i] = {bisect_right(ends, s) for s in used[i]}
+    ranks = {c.consumer_id: {c.routing.producer[k] for k in chunks[id(c.program)]} for c in consumers}
+    return tuple(evolve(x, producers=tuple(sorted({r for w in x.workers for r in ranks[w]}))) for x in lines)
 
 
 # -- from a parameter to its sources ---------------------------------------------------------------------------
 
 
 def _explain_parameters(manifest: Manifest, consumers: list[ConsumerPlan], query: str) -> list[Explained]:
-    forms: dict[Any, list[tuple[str, list[tuple[ConsumerPlan, int]]]]] = {}
-    by_name: dict[str, list[tuple[ConsumerPlan, int]]] = {}
-    for c in consumers:
-        for index, name in _matching_parameters(c, query):
-            by_name.setdefault(name, []).append((c, index))
-    for name, places in by_name.items():
-        p = places[0][0].program.parameters
-        shapes = tuple((c.consumer_id, c.program.parameters.shapes[i]) for c, i in places)
-        key = (template(name), p.dtypes[places[0][1]], shapes)
-        forms.setdefault(key, []).append((name, places))
-    return [_explain_parameter(manifest, members) for members in forms.values()]
+    programs = {id(c.program): c.program for c in consumers}
+    matching = {i: _matching_parameters(program.parameters, query) for i, program in programs.items()}
+    scatters = {i: _scatters_into(program, matching[i]) for i, program in programs.items()}
+    signature = _Signatures(manifest)
+    routes: dict[str, list[Any]] = {}
+    for i in _unlike(programs):
+        for index in matching[i]:
+            route = i, signature(programs[i], index, scatters[i][index])
+            routes.setdefault(programs[i].parameters.names[index], []).append(route)
+    forms: dict[Any, list[str]] = {}
+    for name, route in routes.items():
+        forms.setdefault((template(name), tuple(route)), []).append(name)
+    at = {i: {program.parameters.names[k]: k for k in matching[i]} for i, program in programs.items()}
+    return [_explain_parameter(manifest, consumers, members, at, scatters) for members in forms.values()]
 
 
-def _matching_parameters(consumer: ConsumerPlan, query: str) -> list[tuple[int, str]]:
-    p = consumer.program.parameters
-    hits = [(k, p.names[k]) for k in _matching(p.names, query)]
-    known = {k for k, _ in hits}
-    for k, aliases in enumerate(p.aliases):
-        if k not in known and aliases and _matching(aliases, query):
-            hits.append((k, p.names[k]))
-    return hits
+def _matching_parameters(p: Parameters, query: str) -> list[int]:
+    hits = dict.fromkeys(_matching(p.names, query))
+    return [*hits, *(k for k, names in enumerate(p.aliases) if k not in hits and names and _matching(names, query))]
 
 
-def _explain_parameter(manifest: Manifest, members: list[tuple[str, list[tuple[ConsumerPlan, int]]]]) -> Explained:
-    name, places = members[0]
+def _scatters_into(program: Program, parameters: list[int]) -> dict[int, list[int]]:
+    """Scatters by the parameter they write, for the given parameters."""
+    found: dict[int, list[int]] = {k: [] for k in parameters}
+    for s, parameter in enumerate(program.scatters.parameter):
+        if parameter in found:
+            found[parameter].append(s)
+    return found
+
+
+class _Signatures:
+    """What two parameters of one form must agree in to be explained together, on the workers of one program."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._names = manifest.names
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, program: Program, index: int, scatters: list[int]) -> Any:
+        p, s, keys, fills = program.parameters, program.scatters, program.keys, program.fills
+        sources = tuple(keys.source[s.key[x]] for x in scatters)
+        writes = tuple((keys.region[s.key[x]], s.region[x], program.provenance.scatter_chain[x]) for x in scatters)
+        filled = tuple(
+            (region, value)
+            for at, region, value in zip(fills.parameters, fills.regions, fills.values, strict=True)
+            if at == index
+        )
+        return p.dtypes[index], p.shapes[index], p.strides[index], self._own(p.names[index], sources), writes, filled
+
+    def _own(self, parameter: str, sources: tuple[int, ...]) -> Any:
+        """The sources' names, without the layer where that is the parameter's own."""
+        layer = indices(parameter)
+        if (layer, sources) not in self._known:
+            found = []
+            for name in map(self._names.__getitem__, sources):
+                of = indices(name)
+                own = of[: len(layer)] == layer
+                found.append((template(name), own, of[len(layer) :] if own else of))
+            self._known[layer, sources] = tuple(found)
+        return self._known[layer, sources]
+
+
+def _explain_parameter(
+    manifest: Manifest,
+    consumers: list[ConsumerPlan],
+    members: list[str],
+    at: dict[int, dict[str, int]],
+    scatters: dict[int, dict[int, list[int]]],
+) -> Explained:
+    name = members[0]
+    places = [(c, at[id(c.program)][name]) for c in consumers if name in at[id(c.program)]]
     rows, fills = [], []
     for c, index in places:
-        scatters = [s for s, p in enumerate(c.program.scatters.parameter) if p == index]
-        rows += describe(c, manifest, scatters)
+        rows += describe(c, manifest, scatters[id(c.program)][index])
         f = c.program.fills
-        for at, value in zip(f.parameters, f.values, strict=True):
-            if at == index:
+        for parameter, value in zip(f.parameters, f.values, strict=True):
+            if parameter == index:
                 fills.append(f"worker {c.consumer_id} fills part of it with {value:g}")
+    used = {i: [s for m in members if m in at[i] for s in found[at[i][m]]] for i, found in scatters.items()}
     consumer, index = places[0]
     p = consumer.program.parameters
     return Explained(
         direction="parameter",
         name=name,
-        like_it=tuple(n for n, _ in members),
+        like_it=tuple(members),
+        slots=False,
         dtype=p.dtypes[index],
         shape=p.shapes[index],
         group=p.module_names[p.modules[index]],
         owners=(),
         workers=tuple(sorted(c.consumer_id for c, _ in places)),
-        writes=tuple(fold(rows)),
+        writes=_from_all(fold(rows), consumers, used),
         fills=tuple(fills),
         aliases=p.aliases[index],
     )
@@ -207,13 +364,15 @@ def _render_one(e: Explained, width: int) -> list[str]:
     kind = "source" if e.direction == "source" else "parameter"
     lines = paragraph(f"{kind} {e.name}: {e.dtype} {list(e.shape)}", width, 2)
     if len(e.like_it) > 1:
-        form = ", ".join(f.pattern for f in fold_names(e.like_it))
-        lines += paragraph(f"  and {plural(len(e.like_it) - 1, 'name')} that travel as it does: {form}", width, 4)
+        slots = ", each one slot further" if e.slots else ""
+        count = len(e.like_it) - 1
+        others = f"{plural(count, 'name')} that {'travels' if count == 1 else 'travel'} as it does{slots}"
+        lines += paragraph(f"  and {others}: {names_text(e.like_it)}", width, 4)
     if e.direction == "source":
-        lines += paragraph(f"  gathered with group {e.group}, held by trainer ranks {ranges(e.owners)}", width, 4)
+        lines += paragraph(f"  gathered with group {e.group}, held by {numbered('trainer rank', e.owners)}", width, 4)
     else:
         alias = f", also known as {', '.join(e.aliases)}" if e.aliases else ""
-        lines += paragraph(f"  of module {e.group} on workers {ranges(e.workers)}{alias}", width, 4)
+        lines += paragraph(f"  of module {e.group} on {numbered('worker', e.workers)}{alias}", width, 4)
     for fill in dict.fromkeys(e.fills):
         lines += paragraph(f"  {fill}", width, 4)
     if not e.writes:
@@ -225,7 +384,7 @@ def _render_one(e: Explained, width: int) -> list[str]:
 def _write_table(e: Explained, width: int) -> list[str]:
     rows = []
     for w in e.writes:
-        source = f"{' '.join(f.pattern for f in fold_names(w.sources))} " if e.direction == "parameter" else ""
+        source = f"{names_text(w.sources, ' ')} " if e.direction == "parameter" else ""
         target = f"{w.parameter} " if e.direction == "source" else ""
         row = [ranges(w.workers), ranges(w.producers), source + w.slice, target + w.destination, human_bytes(w.nbytes)]
         rows.append(row)
@@ -234,13 +393,8 @@ def _write_table(e: Explained, width: int) -> list[str]:
 
 
 def _how(e: Explained, width: int) -> list[str]:
-    letters = []
-    texts = [w.slice + w.destination + w.chain for w in e.writes]
-    if any(len(w.workers) > 1 and "i" in w.slice + w.destination for w in e.writes):
-        letters.append("i counts the workers of a line from 0")
-    if any(len(w.sources) > 1 and "j" in t for w, t in zip(e.writes, texts, strict=True)):
-        letters.append("j its sources")
-    lines = paragraph(f"  {', '.join(letters)}", width, 4) if letters else []
+    legend = letters_text(e.writes)
+    lines = paragraph(f"  {legend}", width, 4) if legend else []
     for text in dict.fromkeys(f"  {w.chain}, by {w.loader}" for w in e.writes):
         lines += paragraph(text, width, 4)
     return lines

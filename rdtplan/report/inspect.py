@@ -19,7 +19,7 @@ def summarize(file: PlanFile) -> dict[str, Any]:
         "plan": {
             "digest": file.digest,
             "identity": file.field("identity"),
-            "format_nbytes": file.path.stat().st_size,
+            "format_nbytes": file.nbytes,
             "rdtplan": compiler.rdtplan,
             "vllm": compiler.vllm,
             "torch": compiler.torch,
@@ -231,7 +231,7 @@ def _chunk_table(chunks: dict[str, Any], width: int) -> list[str]:
     title = (
         f"chunks: {chunks['count']:,}, median {human_bytes(chunks['median'])}, largest {human_bytes(chunks['largest'])}"
     )
-    return table(title, ["packed", "chunks", "bytes", "of bytes", "share of chunks"], rows, width, text=(0, 4))
+    return table(title, ["packed", "chunks", "bytes", "of bytes", "share of chunks"], rows, width, graphs=(4,))
 
 
 def collapse(rows: list[dict[str, Any]], key: str) -> list[tuple[list[int], dict[str, Any]]]:

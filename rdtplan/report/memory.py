@@ -68,8 +68,8 @@ def render_forecast(m: dict[str, Any], width: int) -> list[str]:
     big, group = m["largest_chunk"], m["largest_group"]
     lines = paragraph(
         f"receive slot {human_bytes(m['receive_slot_nbytes'])} on the {m['staging_device']}: the largest chunk is "
-        f"{human_bytes(big['nbytes'])} (worker {big['consumer']}, group {big['group']}), rounded up to 256 MiB or to "
-        "buffer_presize_gb",
+        f"{human_bytes(big['nbytes'])} (worker {big['consumer']}, group {big['group']}), or "
+        "buffer_presize_gb where that is more, rounded up to a multiple of 256 MiB",
         width,
         2,
     )

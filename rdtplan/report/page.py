@@ -12,10 +12,11 @@ import orjson
 
 from rdtplan.ir.view import PlanView
 from rdtplan.report.explain import Explained
-from rdtplan.report.names import fold_names, template
+from rdtplan.report.names import names_text, template
 from rdtplan.report.simulate import Simulation
 from rdtplan.report.timeline import links
 from rdtplan.report.units import ranges
+from rdtplan.report.writes import letters_text
 from rdtplan.verify.findings import Finding, waived
 
 PLACE = "/*DATA*/null"
@@ -49,7 +50,10 @@ def page_data(
             "streams": links(simulation, "stream"),
         },
         "weights": [_weight(e) for e in weights],
-        "findings": [{"code": f.code, "sentence": f.sentence, "waived": waived(f, waivers)} for f in findings],
+        "findings": [
+            {"code": f.code, "severity": f.severity, "sentence": f.sentence, "waived": waived(f, waivers)}
+            for f in findings
+        ],
     }
 
 
@@ -66,13 +70,15 @@ def pull_matrix(file: PlanView) -> list[list[int]]:
 
 def _weight(e: Explained) -> dict[str, Any]:
     return {
-        "pattern": ", ".join(f.pattern for f in fold_names(e.like_it)),
+        "pattern": names_text(e.like_it),
         "template": template(e.name),
         "name": e.name,
         "count": len(e.like_it),
+        "slots": e.slots,
         "dtype": e.dtype,
         "shape": list(e.shape),
         "owners": ranges(e.owners),
+        "legend": letters_text(e.writes),
         "writes": [
             {
                 "workers": ranges(w.workers),

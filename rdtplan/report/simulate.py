@@ -98,6 +98,9 @@ class Simulation:
     """In words."""
     shares: dict[str, float]
     """What pulls waited for, parts of 1: publish, messages, transfer."""
+    workers: int
+    labels: tuple[str, ...]
+    """Of the gather groups."""
 
     @property
     def of_floor(self) -> float:
@@ -115,7 +118,8 @@ def simulate(plan: PlanView, costs: Costs, rules: Rules) -> Simulation:
     floor_s = _floor(pulls, costs)
     shares = _shares(pulls, groups, costs)
     named = _bottleneck(pulls, groups, costs, seconds, shares)
-    return Simulation(costs, seconds, floor_s, pulls, groups, named, shares)
+    labels = tuple(g.label for g in world.groups)
+    return Simulation(costs, seconds, floor_s, pulls, groups, named, shares, len(world.consumers), labels)
 
 
 class Switch(Protocol):

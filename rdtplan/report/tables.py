@@ -17,21 +17,31 @@ _NARROWEST = 16
 
 
 def table(
-    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, text: Sequence[int] = (0,)
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    *,
+    text: Sequence[int] = (0,),
+    graphs: Sequence[int] = (),
 ) -> list[str]:
-    """Lines of a table no wider than `width`. Columns listed in `text` are left aligned, the others right."""
+    """Lines of a table no wider than `width`.
+
+    Columns listed in `text` are left aligned and fold, those in `graphs` are left aligned, the others right.
+    """
     least = _least_widths([headings, *rows], text)
     gap = 2 if sum(least) + 2 * (len(least) - 1) <= width else 1
     shown = _columns_that_fit(least, width, gap)
     widths = _widths([headings, *rows], shown, width, text, gap)
     lines = [click.style(line, bold=True) for line in paragraph(title, width)] if title else []
-    heads = [(headings[c], w, c in text) for c, w in zip(shown, widths, strict=True)]
-    lines.append(click.style((" " * gap).join(_cell(h, w, left) for h, w, left in heads).rstrip(), dim=True))
+    left = {*text, *graphs}
+    heads = [(headings[c], w, c in left) for c, w in zip(shown, widths, strict=True)]
+    lines.append(click.style((" " * gap).join(_cell(h, w, to_left) for h, w, to_left in heads).rstrip(), dim=True))
     for row in rows:
         cells = [_fold(row[c], w) if c in text else [row[c]] for c, w in zip(shown, widths, strict=True)]
         for k in range(max(map(len, cells))):
             parts = [
-                _cell(cell[k] if k < len(cell) else "", w, c in text)
+                _cell(cell[k] if k < len(cell) else "", w, c in left)
                 for cell, c, w in zip(cells, shown, widths, strict=True)
             ]
             lines.append((" " * gap).join(parts).rstrip())

@@ -12,7 +12,7 @@ from attrs import asdict
 from rdtplan.errors import InputError
 from rdtplan.report.simulate import PullTimes, Simulation, link_loads
 from rdtplan.report.tables import paragraph, sparkline, table
-from rdtplan.report.units import human_bytes, human_rate, human_seconds, plural, ranges
+from rdtplan.report.units import human_bytes, human_rate, human_seconds, numbered, plural, ranges
 
 BINS = 40
 """Steps of a timeline."""
@@ -115,7 +115,7 @@ def _link_table(rows: list[dict[str, Any]], title: str, width: int) -> list[str]
         ]
         for (nbytes, pulls, _, line), members in folded.items()
     ]
-    return table(title, ["", "bytes each", "pulls", "use", "until", "use over time"], cells, width, text=(0, 5))
+    return table(title, ["", "bytes each", "pulls", "use", "until", "use over time"], cells, width, graphs=(5,))
 
 
 # -- a recorded run ------------------------------------------------------------------------------------------------
@@ -124,7 +124,8 @@ def _link_table(rows: list[dict[str, Any]], title: str, width: int) -> list[str]
 def read_run(path: Path, sync: int | None = None) -> list[dict[str, Any]]:
     """Records of one sync of a `run.jsonl`: one object a process. The last sync unless `sync` is given.
 
-    InputError RDT108 when the file is unreadable, a line is no object, or no record fits. Fields may be missing.
+    InputError RDT108 when the file is unreadable, a line is no object, a figure is negative, or no record fits. Fields
+    may be missing.
     """
     try:
         text = path.read_text()
@@ -141,19 +142,33 @@ def read_run(path: Path, sync: int | None = None) -> list[dict[str, Any]]:
         if not isinstance(record, dict):
             raise InputError(f"--actual: {path} line {number} is no JSON object: {line[:60]!r}", code="RDT108")
         if record.get("role") in ("consumer", "producer") and type(record.get("id")) is int:
+            for name in ("seconds", "bytes", "pulls", "wait_s"):
+                if (_number(record.get(name)) or 0) < 0:
+                    raise InputError(f"--actual: {path} line {number}: {name} is {record[name]}", code="RDT108")
             records.append(record)
     syncs = sorted({r["sync"] for r in records if type(r.get("sync")) is int})
-    if not syncs or (sync is not None and sync not in syncs):
-        has = f"it has syncs {ranges(syncs)}" if syncs else "it has none"
+    if not syncs:
         raise InputError(
-            f"--actual: {path} has no record of sync {sync if sync is not None else ''}; {has}", code="RDT108"
+            f"--actual: {path} has no record of a consumer or producer with its id and sync",
+            fix="name the file of a recorded run, as docs/inspection.md describes it",
+            code="RDT108",
         )
+    if sync is not None and sync not in syncs:
+        raise InputError(f"--actual-sync {sync}: {path} has {numbered('sync', syncs)}", code="RDT108")
     wanted = syncs[-1] if sync is None else sync
     return [r for r in records if r.get("sync") == wanted]
 
 
 def overlay(s: Simulation, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Predicted beside recorded: every process, and the chunks that landed later than predicted."""
+    """Predicted beside recorded: every process, and the chunks that landed later than predicted.
+
+    InputError RDT108 when a process was recorded that the plan does not have.
+    """
+    ranks = {g.producer for g in s.groups}
+    for r in records:
+        if not (0 <= r["id"] < s.workers if r["role"] == "consumer" else r["id"] in ranks):
+            has = numbered("worker", range(s.workers)) if r["role"] == "consumer" else numbered("trainer rank", ranks)
+            raise InputError(f"--actual: {r['role']} {r['id']} was recorded, the plan has {has}", code="RDT108")
     consumers, producers = link_loads(s.pulls, "consumer"), link_loads(s.pulls, "producer")
     rows = []
     for r in sorted(records, key=lambda r: (r["role"], r["id"])):
@@ -174,7 +189,7 @@ def overlay(s: Simulation, records: list[dict[str, Any]]) -> dict[str, Any]:
                 "pulls": _number(r.get("pulls")),
             }
         )
-    late = sorted((x for r in records for x in _late(r, consumers)), key=lambda x: -x["late_s"])
+    late = sorted((x for r in records for x in _late(r, consumers, s.labels)), key=lambda x: -x["late_s"])
     return {"sync": records[0].get("sync"), "processes": rows, "late_chunks": late[:20]}
 
 
@@ -182,7 +197,9 @@ def _number(value: Any) -> Any:
     return value if type(value) in (int, float) and math.isfinite(value) else None
 
 
-def _late(record: dict[str, Any], consumers: dict[int, list[PullTimes]]) -> list[dict[str, Any]]:
+def _late(
+    record: dict[str, Any], consumers: dict[int, list[PullTimes]], labels: tuple[str, ...]
+) -> list[dict[str, Any]]:
     """Chunks of one recorded consumer, with how much later than predicted they landed."""
     rows = record.get("chunks")
     if record["role"] != "consumer" or not isinstance(rows, list):
@@ -195,6 +212,7 @@ def _late(record: dict[str, Any], consumers: dict[int, list[PullTimes]]) -> list
             "consumer": record["id"],
             "chunk": int(r[0]),
             "group": predicted[r[0]].group,
+            "label": labels[predicted[r[0]].group],
             "producer": predicted[r[0]].producer,
             "predicted_landed_s": predicted[r[0]].landed,
             "actual_landed_s": r[3] - began,
@@ -237,7 +255,7 @@ def _actual_lines(found: dict[str, Any], width: int) -> list[str]:
         rows = [
             [
                 f"{x['consumer']}:{x['chunk']}",
-                str(x["group"]),
+                x["label"],
                 str(x["producer"]),
                 human_seconds(x["predicted_landed_s"]),
                 human_seconds(x["actual_landed_s"]),
@@ -246,5 +264,5 @@ def _actual_lines(found: dict[str, Any], width: int) -> list[str]:
             for x in found["late_chunks"][:8]
         ]
         heads = ["worker:chunk", "group", "from rank", "predicted at", "landed at", "pull took"]
-        lines += ["", *table("chunks that landed latest against the prediction", heads, rows, width)]
+        lines += ["", *table("chunks that landed latest against the prediction", heads, rows, width, text=(0, 1))]
     return lines

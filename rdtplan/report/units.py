@@ -11,6 +11,8 @@ from rdtplan.errors import InputError
 
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BYTES |= {f"{k}i": 1 << (10 * i) for i, k in enumerate("kmgt", 1)}
+LARGEST_RATE = 1e18
+LONGEST_S = 1e9
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
@@ -55,30 +57,40 @@ def human_rate(bytes_per_second: float) -> str:
 def parse_rate(text: str, option: str) -> float:
     """Bytes a second. A capital B is bytes, a small b bits; no unit means GB/s. InputError RDT108 on anything else.
 
+    From one byte a second to a billion GB/s, beyond which nothing can be reckoned with.
+
     >>> parse_rate("50", "x"), parse_rate("400Gb/s", "x"), parse_rate("2 GiB/s", "x")
     (50000000000.0, 50000000000.0, 2147483648.0)
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgtKMGT]?i?)([Bb])(?:/s|ps)?)?\s*", text)
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgtKMGT]?i?)([Bb])(?:/s|ps)?)?\s*", text)
+    rate = 0.0
+    if found is not None:
+        unit = 1e9 if found[3] is None else _BYTES[found[2].lower()] / (8 if found[3] == "b" else 1)
+        rate = _number(found[1]) * unit
+    if not 1 <= rate <= LARGEST_RATE:
+        raise InputError(
+            f"{option}: expected a rate such as 50GB/s or 400Gb/s, from 1 B/s to 1e9 GB/s, found {text!r}",
+            code="RDT108",
+        )
+    return rate
+
+
+def _number(text: str) -> float:
     try:
-        assert found is not None
-        number = float(found[1])
-    except (AssertionError, ValueError):
-        number = 0.0
-    if found is None or not 0 < number < math.inf:
-        raise InputError(f"{option}: expected a rate such as 50GB/s or 400Gb/s, found {text!r}", code="RDT108")
-    if found[3] is None:
-        return number * 1e9
-    return number * _BYTES[found[2].lower()] / (8 if found[3] == "b" else 1)
+        return float(text)
+    except ValueError:  # 1.2.3
+        return math.nan
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """Seconds, of `20us`, `5ms`, `0.1s` or a plain number. InputError RDT108 on anything else."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(s|ms|us|µs|ns|)\s*", text)
-    try:
-        assert found is not None
-        return float(found[1]) * _SECONDS[found[2]]
-    except (AssertionError, ValueError):
-        raise InputError(f"{option}: expected a time such as 20us or 5ms, found {text!r}", code="RDT108") from None
+    """Seconds, of `20us`, `5ms`, `0.1s` or a plain number, a billion at most. InputError RDT108 on anything else."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(s|ms|us|µs|ns|)\s*", text)
+    seconds = math.nan if found is None else _number(found[1]) * _SECONDS[found[2]]
+    if not seconds <= LONGEST_S:
+        raise InputError(
+            f"{option}: expected a time such as 20us or 5ms, of at most 1e9 s, found {text!r}", code="RDT108"
+        )
+    return seconds
 
 
 def ranges(numbers: Iterable[int], limit: int = 6) -> str:
@@ -99,6 +111,16 @@ def ranges(numbers: Iterable[int], limit: int = 6) -> str:
             runs.append([n, n])
     shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:limit])
     return shown if len(runs) <= limit else f"{shown}, ... {runs[-1][1]}"
+
+
+def numbered(noun: str, numbers: Iterable[int]) -> str:
+    """Things by their numbers.
+
+    >>> numbered("worker", [3]), numbered("worker", [0, 1, 2])
+    ('worker 3', 'workers 0-2')
+    """
+    which = sorted(set(numbers))
+    return f"{noun if len(which) == 1 else noun + 's'} {ranges(which) or 'none'}"
 
 
 def plural(n: int, noun: str) -> str:

@@ -7,6 +7,7 @@ the letter counts the members of the line from 0.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from rdtplan.ir.manifest import Manifest
 from rdtplan.ir.plan import ConsumerPlan, Program
 from rdtplan.ir.regions import contiguous_stride
 from rdtplan.report.boxes import region_text
+from rdtplan.report.names import indices, template
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -157,12 +159,26 @@ class WriteLine:
     """Of all of them together."""
     chain: str
     loader: str
+    i: int = 1
+    """How many values the letter i takes: workers of the line, those that do the same as one. 1 where it is unused."""
+    j: int = 1
+    """How many values the letter j takes: the sources of the line. 1 where it is unused."""
+
+    def texts(self) -> tuple[str, str, str]:
+        """What may differ between the members of a line."""
+        return self.slice, self.destination, self.chain
 
 
 def fold(writes: Sequence[Write]) -> list[WriteLine]:
-    """First over workers (letter i), then over sources (letter j)."""
-    over_workers = _fold_by([_line(w) for w in writes], lambda w: (w.sources, w.parameter, w.loader), "i")
-    return _fold_by(over_workers, lambda w: (w.workers, w.parameter, w.loader, _NUMBER.sub("*", w.sources[0])), "j")
+    """First over workers (letter i), then over sources (letter j). No line has two writes of one worker and source."""
+    lines = [_line(w) for w in writes]
+    lines = _fold_by(lines, lambda w: (w.sources, w.parameter, w.loader), lambda w: w.workers, "i")
+    return _fold_by(
+        lines,
+        lambda w: (w.workers, w.i, w.parameter, w.loader, template(w.sources[0])),
+        lambda w: indices(w.sources[0]),
+        "j",
+    )
 
 
 def _line(w: Write) -> WriteLine:
@@ -173,31 +189,34 @@ def _line(w: Write) -> WriteLine:
     )
 
 
-def _fold_by(lines: list[WriteLine], key: Any, letter: str) -> list[WriteLine]:
+def _fold_by(lines: list[WriteLine], key: Any, member: Any, letter: str) -> list[WriteLine]:
+    """Lines that agree in `key`, one of a `member` in each: the second line of one goes with other second lines."""
+    turns: Counter[Any] = Counter()
     groups: dict[Any, list[WriteLine]] = {}
     for line in lines:
-        skeleton = tuple(_NUMBER.sub("#", t) for t in (line.slice, line.destination, line.chain))
-        groups.setdefault((key(line), skeleton), []).append(line)
-    out: list[WriteLine] = []
-    for members in groups.values():
-        out += _merge(members, letter)
-    return out
+        kind = (key(line), tuple(_NUMBER.sub("#", t) for t in line.texts()))
+        turn = turns[kind, member(line)]
+        turns[kind, member(line)] += 1
+        groups.setdefault((kind, turn), []).append(line)
+    return [merged for members in groups.values() for merged in _merge(sorted(members, key=member), letter)]
 
 
 def _merge(members: list[WriteLine], letter: str) -> list[WriteLine]:
     """Runs of equal lines first, then the progression over what is left; as they are when there is none."""
     equal: dict[tuple[str, str, str], WriteLine] = {}
     for m in members:
-        known = equal.get((m.slice, m.destination, m.chain))
-        equal[m.slice, m.destination, m.chain] = _together(known, m) if known else m
+        known = equal.get(m.texts())
+        equal[m.texts()] = _together(known, m) if known else m
     lines = list(equal.values())
-    texts = [progression([getattr(x, f) for x in lines], letter) for f in ("slice", "destination", "chain")]
-    if len(lines) == 1 or (len(lines) < 3 and letter == "j") or any(t is None for t in texts):
+    if len(lines) == 1 or (len(lines) < 3 and letter == "j"):
+        return lines
+    texts = [progression(column, letter) for column in zip(*equal, strict=True)]
+    if any(t is None for t in texts):
         return lines
     merged = lines[0]
     for line in lines[1:]:
         merged = _together(merged, line)
-    return [evolve(merged, slice=texts[0], destination=texts[1], chain=texts[2])]
+    return [evolve(merged, slice=texts[0], destination=texts[1], chain=texts[2], **{letter: len(lines)})]
 
 
 def _together(a: WriteLine, b: WriteLine) -> WriteLine:
@@ -208,3 +227,15 @@ def _together(a: WriteLine, b: WriteLine) -> WriteLine:
         sources=tuple(dict.fromkeys((*a.sources, *b.sources))),
         nbytes=a.nbytes + b.nbytes,
     )
+
+
+def letters_text(lines: Iterable[WriteLine]) -> str:
+    """What the letters in these lines count; empty where there are none."""
+    lines = list(lines)
+    words = []
+    if any(w.i > 1 for w in lines):
+        alike = ", those that do the same as one" if any(1 < w.i < len(w.workers) for w in lines) else ""
+        words.append(f"i counts the workers of a line from 0{alike}")
+    if any(w.j > 1 for w in lines):
+        words.append("j its sources" if words else "j counts the sources of a line from 0")
+    return "; ".join(words) if words and "as one" in words[0] else ", ".join(words)

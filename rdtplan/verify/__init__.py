@@ -5,12 +5,12 @@ from __future__ import annotations
 from rdtplan.ir.plan import FleetPlan
 from rdtplan.verify.coverage import Prover, TooScattered, check_destinations, check_sources
 from rdtplan.verify.experts import check_experts
-from rdtplan.verify.findings import Finding, refuse, waived
+from rdtplan.verify.findings import Finding, refuse, unwaived, waived
 from rdtplan.verify.loaders import check_entries, check_loaders
 from rdtplan.verify.ranks import check_ranks
 from rdtplan.verify.structure import check_fleet, check_worker
 
-__all__ = ["Finding", "check_entries", "check_loaders", "check_worker", "refuse", "verify_fleet", "waived"]
+__all__ = ["Finding", "check_entries", "check_loaders", "check_worker", "refuse", "unwaived", "verify_fleet", "waived"]
 
 
 def verify_fleet(plan: FleetPlan) -> list[Finding]:

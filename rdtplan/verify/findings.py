@@ -35,10 +35,15 @@ def waived(finding: Finding, waivers: Iterable[Waiver]) -> bool:
     return all(any(fnmatchcase(name, p) for p in patterns) for name in finding.names)
 
 
+def unwaived(findings: Iterable[Finding], waivers: Iterable[Waiver]) -> list[Finding]:
+    """The errors among findings that no waiver accepts: with one of them a plan is unsound."""
+    waivers = tuple(waivers)
+    return [f for f in findings if f.severity == "error" and not waived(f, waivers)]
+
+
 def refuse(findings: list[Finding], waivers: Iterable[Waiver] = (), limit: int = 12) -> None:
     """PlanError with all unwaived errors (the first `limit` in words); nothing when there are none."""
-    waivers = tuple(waivers)
-    errors = [f for f in findings if f.severity == "error" and not waived(f, waivers)]
+    errors = unwaived(findings, waivers)
     if not errors:
         return
     lines = [f"  {f.code} {f.sentence}" for f in errors[:limit]]
