@@ -141,7 +141,8 @@ def compile(
     from rdtplan.ir.file import write_plan
     from rdtplan.report.units import human_bytes, plural
 
-    check_output(output, manifest_path, expert_placement, options["owners"])
+    config = None if config_dir is None else config_dir / "config.json"
+    check_output(output, config, manifest_path, expert_placement, options["owners"])
     placement = None if expert_placement is None else read_placement(expert_placement)
     if old is not None:
         plan = _place_anew(ctx, old, placement)

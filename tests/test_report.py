@@ -33,7 +33,7 @@ from rdtplan.report import explain as explaining
 from rdtplan.report.boxes import box_of, region_text
 from rdtplan.report.compare import compare
 from rdtplan.report.diff import headline, render
-from rdtplan.report.names import fold_names, names_text
+from rdtplan.report.names import fold_names, indices, names_text, template
 from rdtplan.report.tables import table
 from rdtplan.report.units import human_bytes, human_seconds, parse_rate, parse_seconds, ranges
 from rdtplan.report.writes import Write, describe, progression
@@ -410,6 +410,68 @@ def writes_by_name(file: PlanFile, pattern: str) -> dict[str, list[Write]]:
             if fnmatchcase(w.source, pattern):
                 found.setdefault(w.source, []).append(w)
     return found
+
+
+LETTERS = re.compile(r"(?<![a-z])\d*[ij](?:\+\d*[ij])?(?:\+\d+)?(?![a-z])")
+
+
+def said(text: str, i: int, j: int) -> str:
+    """An index expression with its letters filled in."""
+
+    def number(found: re.Match[str]) -> str:
+        values = {"i": i, "j": j}
+        terms = [(t[:-1] or "1", values[t[-1]]) if t[-1] in values else (t, 1) for t in found[0].split("+")]
+        return str(sum(int(factor) * value for factor, value in terms))
+
+    return LETTERS.sub(number, text)
+
+
+def check_forms(file: PlanFile) -> None:
+    """What is said of every form holds for every name of it, written out."""
+    actual = writes_by_name(file, "*")
+    for e in explaining.explain(file, "*"):
+        last: dict[str, int] = {}
+        for name in e.like_it:
+            mine = actual.get(name, [])
+            assert tuple(sorted({w.worker for w in mine})) == e.workers
+            step = last[mine[0].parameter] = last.get(mine[0].parameter, -1) + 1 if mine else 0
+            assert e.slots or not step
+            shown = set()
+            for line in e.writes:
+                assert line.i <= len(line.workers) and line.j == 1
+                parts = len(line.workers) == line.i
+                for i in range(line.i):
+                    slice_, place = (said(text, i, 0) for text in (line.slice, line.destination))
+                    first, rest = re.fullmatch(r"\[(\d*)(.*)", place).groups()  # type: ignore[union-attr]
+                    place = f"[{int(first) + step}{rest}" if step else place
+                    shown.add((line.workers[i] if parts else None, slice_, place))
+            for w in mine:
+                assert {(w.worker, w.slice, w.destination), (None, w.slice, w.destination)} & shown, (e, name, w)
+                assert template(w.parameter) in {template(x.parameter) for x in e.writes}
+            assert {x[1:] for x in shown} == {(w.slice, w.destination) for w in mine}, (e, name)
+    for e in explaining.explain(file, "*", parameters=True):
+        mine = [w for writes in actual.values() for w in writes if w.parameter == e.name]
+        shown = {
+            (source, said(line.slice, i, j), said(line.destination, i, j))
+            for line in e.writes
+            for j, source in enumerate(sorted(line.sources, key=indices))
+            for i in range(line.i)
+        }
+        assert shown == {(w.source, w.slice, w.destination) for w in mine}, e
+
+
+@settings(max_examples=25)
+@given(scenarios())
+def test_what_is_said_of_a_form_holds_for_every_name(s: Scenario) -> None:
+    check_forms(PlanInMemory(make_plan(s)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["1.0-redundant", "1.0-experts", "1.0-replicas"])
+def test_what_is_said_of_the_golden_plans_holds(name: str, redundant: Path) -> None:
+    with PlanFile(ROOT / "tests" / "golden" / f"{name}.plan") as file:
+        check_forms(file)
+    with PlanFile(redundant) as file:
+        check_forms(file)
 
 
 def test_layers_with_another_placement_are_explained_apart(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def _in_step(
         for run in runs:
             start = tuple(offset for _, _, offset in places[run[0]])
             found.setdefault((start, len(run) > 1), []).extend(run)
-    return [sorted(members) for members in found.values()]
+    return [sorted(members, key=lambda k: names[k]) for members in found.values()]
 
 
 def _from_all(

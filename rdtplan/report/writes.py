@@ -138,7 +138,8 @@ def progression(texts: Sequence[str], letter: str) -> str | None:
             continue
         numbers = [int(p[at]) for p in pieces]
         step = numbers[1] - numbers[0]
-        if step < 0 or any(n != numbers[0] + i * step for i, n in enumerate(numbers)):
+        product = step and first[at + 1][:1] == "i"  # of two letters, which no reader would take for one
+        if product or step < 0 or any(n != numbers[0] + i * step for i, n in enumerate(numbers)):
             return None
         counted = f"{step}{letter}" if step > 1 else letter
         out.append(piece if not step else counted if not numbers[0] else f"{counted}+{numbers[0]}")
