@@ -15,7 +15,7 @@ from attrs import asdict, evolve, frozen
 
 from rdtplan.errors import InputError
 from rdtplan.ir.file import PlanFile
-from rdtplan.ir.manifest import Manifest
+from rdtplan.ir.manifest import Ints, Manifest
 from rdtplan.ir.plan import ConsumerPlan, Program
 from rdtplan.ir.regions import Region
 from rdtplan.ir.traces import Parameters
@@ -134,12 +134,10 @@ def _explain_sources(
 
 def _scatters_of(program: Program, sources: Collection[int]) -> dict[int, list[int]]:
     """Scatters by the source they come from, for the given sources."""
-    wanted = [k for k, source in enumerate(program.keys.source) if source in sources]
-    at = dict.fromkeys(wanted)
     found: dict[int, list[int]] = {}
-    for s, key in enumerate(program.scatters.key):
-        if key in at:
-            found.setdefault(program.keys.source[key], []).append(s)
+    for s, source in enumerate(map(program.keys.source.__getitem__, program.scatters.key)):
+        if source in sources:
+            found.setdefault(source, []).append(s)
     return found
 
 
@@ -149,20 +147,24 @@ def _unlike(programs: dict[int, Program]) -> list[int]:
     places: dict[Region, int] = {}
     for i, p in programs.items():
         place = [places.setdefault(r, len(places)) for r in p.regions]
-        slices: dict[int, int] = {}
-        chains: dict[int, int] = {}
         kind = (
             p.parameters,
             p.keys.source,
-            tuple(slices.setdefault(r, len(slices)) for r in p.keys.region),
+            _renumbered(p.keys.region),
             p.scatters.key,
             p.scatters.parameter,
-            tuple(place[r] for r in p.scatters.region),
-            tuple(chains.setdefault(c, len(chains)) for c in p.provenance.scatter_chain),
+            tuple(map(place.__getitem__, p.scatters.region)),
+            _renumbered(p.provenance.scatter_chain),
             (p.fills.parameters, tuple(place[r] for r in p.fills.regions), p.fills.values),
         )
         kinds.setdefault(kind, i)
     return list(kinds.values())
+
+
+def _renumbered(column: Ints) -> Ints:
+    """By first appearance: equal for two programs that number what they use differently, and use it alike."""
+    order = {value: i for i, value in enumerate(dict.fromkeys(column))}
+    return tuple(map(order.__getitem__, column))
 
 
 _Place = tuple[str, int, int]
