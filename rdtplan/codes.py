@@ -612,7 +612,7 @@ CODES: dict[str, Code] = {
     ),
     "RDT632": Code(
         "the update was abandoned",
-        "An update was begun on this worker, and ended without a sync because it could not begin everywhere.",
-        "Read the trainer's error: it names the replica that did not begin.",
+        "An update that was begun on this worker could not begin, or be finished, everywhere; it was ended unfinished.",
+        "Read the trainer's error: it names who did not answer.",
     ),
 }

@@ -60,7 +60,10 @@ class Weights(Source):
 
 
 class Client:
-    """A `VLLMWeightSyncClient` whose workers are here. A call whose name is in `silent` never returns."""
+    """A `VLLMWeightSyncClient` whose workers are here. A call whose name is in `silent` never returns.
+
+    It knows, as vLLM does, whether an update is open: it begins none within another, and ends one that fails.
+    """
 
     def __init__(self, path: str) -> None:
         self.plans = [load_worker(path, c) for c in range(SCENARIO.topology.workers)]
@@ -68,6 +71,7 @@ class Client:
         self.consumers: list[Consumer] = []
         self.silent: set[str] = set()
         self.refuses = False
+        self.open = False
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         if self.refuses:
@@ -95,15 +99,31 @@ class Client:
             return next(iter(threads.map(one, standings(SCENARIO.topology))))
 
     def start_weight_update(self) -> None:
+        if self.open:
+            raise RuntimeError("an update is open already")
+        self.open = True
         self._maybe("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._maybe("update_weights")
-        with ThreadPoolExecutor(len(self.consumers)) as threads:
-            list(threads.map(lambda consumer: consumer.sync(update_info["sync_idx"]), self.consumers))
+        self._check_open()
+        try:
+            if update_info.get("abandon"):
+                raise TransferError("this update was abandoned by the trainer", code="RDT632")
+            self._maybe("update_weights")
+            with ThreadPoolExecutor(len(self.consumers)) as threads:
+                list(threads.map(lambda consumer: consumer.sync(update_info["sync_idx"]), self.consumers))
+        except BaseException:
+            self.open = False
+            raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._check_open()
         self._maybe("finish_weight_update")
+        self.open = False
+
+    def _check_open(self) -> None:
+        if not self.open:
+            raise RuntimeError("no update is open")
 
     def _maybe(self, call: str) -> None:
         if call in self.silent:

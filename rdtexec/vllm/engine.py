@@ -342,8 +342,11 @@ class RdtExecEngine(WeightTransferEngine[RdtExecInitInfo, RdtExecUpdateInfo]):
         consumer, destination = self._active()
         if update_info.abandon:
             destination.abandon()
+            what = "nothing was written in it"
+            if self._synced:
+                what = self._mixed = "its sync was done, and it was not finished"
             raise TransferError(
-                "this update was abandoned by the trainer; nothing was written",
+                f"this update was abandoned by the trainer: {what}",
                 fix="nothing here: the trainer says why",
                 code="RDT632",
             )

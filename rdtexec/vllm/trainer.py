@@ -114,6 +114,8 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         self._producer = producer
         self._ranks = ranks
         self._payload = payload
+        self._open = False
+        """On rank 0: may an update be open at the inference side? vLLM ends one whose `update_weights` fails alone."""
         self.last_report: ProducerReport | None = None
         """The last sync, as this rank saw it."""
 
@@ -220,17 +222,22 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
         self._producer.taking_part(live)  # before a worker has begun an update that nobody would serve
         if isinstance(self.client, ReplicaClient):
             self.client.limit_to(plan.consumer_ids if live is None else live, plan.topology.workers_per_replica)
+        if self._open:
+            with contextlib.suppress(Exception):  # RDT632 where it was open, and vLLM's own error where it was not
+                call_within(self._info.stall_timeout_s, self.client, "update_weights", {"abandon": True})
+        self._open = True
         call_within(self._info.stall_timeout_s, self.client, "start_weight_update")
 
     def _serve(self, number: int, live: Collection[int] | None) -> ProducerReport:
         """This rank's part; rank 0 also has the workers pull, in a thread."""
         if not self.is_sender:
             return self._producer.sync(number, live)
-        updating = Call(
-            "update_weights",
-            lambda: self.client.update_weights({"sync_idx": number}),
-            failed=lambda error: self._producer.cancel(number, f"update_weights failed: {error}"),
-        )
+
+        def failed(error: BaseException) -> None:
+            self._open = False
+            self._producer.cancel(number, f"update_weights failed: {error}")
+
+        updating = Call("update_weights", lambda: self.client.update_weights({"sync_idx": number}), failed=failed)
         try:
             report = self._producer.sync(number, live)
         except Exception as error:  # whatever it was, the call must not run into the next sync
@@ -249,6 +256,7 @@ class RdtExecTrainer(TrainerWeightTransferEngine[RdtExecTrainerInitInfo]):
     def _finish(self, weight_version: str | None) -> None:
         given = () if weight_version is None else (weight_version,)
         call_within(self._info.stall_timeout_s, self.client, "finish_weight_update", *given)
+        self._open = False
 
     def shutdown(self) -> None:
         """Stop serving."""
