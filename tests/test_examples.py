@@ -67,6 +67,9 @@ def test_an_example_checks_itself_and_leaves_nothing(script: str, scratch: Path)
     assert example.returncode == 0, output[-6000:]
     assert output.count("  ok   ") >= 3 and "WRONG" not in output
     assert not list(scratch.glob("rdtexec-*")), "scratch files are left"
+    deadline = time.monotonic() + 15  # Ray tells its processes to end, and does not wait for all of them
+    while processes_of(scratch) and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert processes_of(scratch) == []
 
 
