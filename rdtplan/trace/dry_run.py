@@ -415,6 +415,7 @@ def _run(
             yield position, trace_position(request, position)
         return
     context = multiprocessing.get_context("fork")
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread, initargs=(request,)) as pool:
         futures = {pool.submit(_trace_in_child, position): position for position in wanted}
         try:
@@ -422,6 +423,8 @@ def _run(
                 yield futures[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for child in set(multiprocessing.active_children()) - others:
+                child.terminate()  # or the end of this process would wait for the traces under way
             raise
 
 
